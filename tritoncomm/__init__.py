@@ -3,7 +3,7 @@
 Names mean one thing in all modules. ``group`` is a process group, ``world`` the number of its ranks and ``rank`` a
 position in it, but ``src``, ``dst`` and lists of ranks are global ranks. ``dim`` is a dim of a tensor, ``axis`` one of
 a mesh. ``name`` is the function that the program called, for errors and counters, and ``x`` or ``tensor`` the local
-tensor. ``bytes_copied`` are bytes read plus written by local passes, ``bytes_sent`` those that this rank sends.
+tensor. ``bytes_copied`` are bytes read plus written by local passes, ``bytes_sent`` bytes that this rank sends.
 """
 
 import importlib

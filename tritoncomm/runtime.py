@@ -128,8 +128,9 @@ def _let_workers_end() -> None:
     """Wait as the process ends until Gloo's workers are idle; a function for ``atexit``."""
     # A worker (the thread ``pt_gloo_runloop``) drops the last reference to a finished operation after its ``wait()``
     # has returned, and takes the GIL to free the tensors. If the interpreter is being finalized by then, Python ends
-    # the thread inside a destructor: "terminate called without an active exception", and exit code -6 after the work is
-    # done. TODO: delete when torch has pytorch#189128, or Python 3.14, whose threads hang in that place, is the oldest.
+    # the thread inside a destructor. The process then says "terminate called without an active exception", and has exit
+    # code -6 after the work is done. TODO: delete when torch has pytorch#189128, or Python 3.14, whose threads hang in
+    # that place, is the oldest.
     if os.getpid() != _state["pid"]:  # a fork has no workers
         return
     end, quiet = time.monotonic() + _LONGEST_EXIT, 0
@@ -253,8 +254,9 @@ def _make_mesh(shape: tuple[int, ...]) -> DeviceMesh:
 
 def _lazy_backend() -> str | None:
     """Return backends that connect two ranks at their first exchange; None for the default group's."""
-    # For the pipeline's group and groups of one rank. nccl2 makes a communicator with every group, and sends all
-    # transfers of a group over one stream; nccl-lazy has a communicator and a stream for each pair of stages.
+    # For the pipeline's group and groups of one rank: nccl2 makes a communicator with every group, and sends all
+    # transfers of a group over one stream. A group of nccl-lazy has a communicator and a stream for each pair of
+    # stages.
     world = dist.group.WORLD
     assert world is not None
     if cuda_backend(world) != "nccl2" or not dist.is_backend_available("nccl-lazy"):
@@ -264,7 +266,7 @@ def _lazy_backend() -> str | None:
 
 
 def _make_groups(mesh: DeviceMesh, expert: int, tensor_mode: str | None) -> dict[ParallelMode, Group]:
-    """Make the groups of all modes; those that no axis of the mesh has are made mode by mode on every rank."""
+    """Make the groups of all modes; groups that no axis of the mesh has are made mode by mode on every rank."""
     names = mesh.mesh_dim_names or ()
     axis = {ours: next((n for n in names if n in known), None) for ours, known in _AXES.items()}
     unknown = set(names) - set(axis.values())

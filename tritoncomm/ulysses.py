@@ -182,7 +182,7 @@ def to_heads(
 def _by_dtype(
     tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, names: tuple[str, str]
 ) -> Sequence[Tensor]:
-    """Compute ``to_heads`` of tensors of several dtypes, those of one dtype at a time."""
+    """Compute ``to_heads`` of tensors of several dtypes, one dtype at a time."""
     results = list(tensors)
     for dtype in dict.fromkeys([x.dtype for x in tensors]):
         chosen = tuple([i for i, x in enumerate(tensors) if x.dtype is dtype])
@@ -228,7 +228,7 @@ def _traced_to_heads(
     widths = [sum(s.sizes[w] * d for s, d in zip(layout.shares, dims, strict=True)) for w in range(world)]
     by_heads, by_positions = _counts(layout, batch, widths[rank], rank, widths)
     if layout.even and not any(share.replicated for share in layout.shares):
-        # Views, whose code and gradients do not grow with the ranks as those of split and cat do.
+        # Views: the code and the gradients of split and cat would grow with the ranks.
         blocks = [
             x.unflatten(HEAD_DIM, (world, s.sizes[0])).movedim(HEAD_DIM, 0).flatten(3)
             for x, s in zip(tensors, layout.shares, strict=True)

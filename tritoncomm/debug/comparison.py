@@ -50,7 +50,7 @@ class Comparison:
         timeout: seconds until the group's own collectives give up.
         words: the call and its source line.
         which: number of the call, and its group.
-        stale: keys that the first rank deletes once all ranks have come; it adds those of this call.
+        stale: keys that the first rank deletes once all ranks have come; it adds the verdicts of this call.
     """
 
     store: JobStore
@@ -179,8 +179,8 @@ class Comparison:
 
 def fail(store: JobStore, base: str, text: str) -> None:
     """Set the verdict ``text`` on a call that cannot end, unless it has one. All its ranks then return that text."""
-    # The incarnation of the group (see ``check``) is closed before the verdict: a rank that comes after the verdict
-    # opens the next one, whether or not the ranks of this call have left it by then.
+    # The incarnation of the group (see ``check``) is closed before the verdict is set. So a rank that comes after the
+    # verdict opens the next one, whether or not the ranks of this call have left it by then.
     name, at, incarnation = base.removesuffix("/report").rpartition("/")[0].rpartition("@")
     if at:
         store.replace(f"{name}/open", incarnation, "")
@@ -213,7 +213,7 @@ class Stall:
     _look_at: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        """Count this thread among those that wait, and set the time of the first look."""
+        """Count this thread among the waiting ones, and set the time of the first look."""
         # In seconds since the wait began.
         self._look_at = PATIENCE * max(1.0, self.world / 1024)
         if not self.in_helper:

@@ -123,7 +123,7 @@ class Flight:
         on_first_call: called at the first call on a group; it notices a forked process that became a rank.
         written: result of ``progress()`` when the record was last written.
         reason: reason for which the record was last written.
-        is_settled: whether the record is the same as one period ago.
+        is_settled: whether the record has not changed in the last period.
         active: collectives that the device has not completed for long, oldest first, by the last answer of torch's
             recorder.
         place: (global rank, number of ranks), kept for the time after the groups were destroyed.

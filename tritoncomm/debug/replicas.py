@@ -140,7 +140,7 @@ def compare_by_layout(parameters: Mapping[str, Any], pg: Any, data_parallel: boo
     """Compare parameters over the groups of ranks that hold the same bits, as their layouts say.
 
     Args:
-        pg: process group of the tensors without a layout; by default that of the first tensor with one.
+        pg: process group of the tensors without a layout; by default the group of the first tensor with one.
         data_parallel: whether to compare over the data-parallel ranks as well.
     """
     # ColoTensor is not imported: a class with layouts has ``process_group``, ``partitions`` and ``reshard_local()``,

@@ -243,7 +243,7 @@ def _watch() -> None:
         if time.monotonic() < due or not variables.FLIGHT.value[0]:
             continue
         begun, problem = time.monotonic(), recorder.problem
-        # Once a period: the collectives that are older than it, for the record, and a record for the oldest one that
+        # Once a period the record gets the collectives that are older than it. It is written for the oldest one that
         # the device has not completed in ``WATCHDOG_SECONDS``.
         flight.active = [each for each in recorder.active() if now - each.created >= PERIOD * 1e9]
         if recorder.problem != problem:

@@ -80,7 +80,7 @@ class Record:
 
     Attributes:
         data: content of the file without its calls.
-        load: function that reads the calls of a file again, and keeps those of the last few files.
+        load: function that reads the calls of a file again, and caches the last 16 files.
         hashes: calls by the name of their group.
         start: time of the earliest start of a call; 0 without calls.
         current: the call that the rank was in, or failed in, when it wrote the record; None if it was in none.
@@ -106,7 +106,7 @@ class Record:
 
     @property
     def calls(self) -> Calls:
-        """Calls, read from the file again unless that was one of the last few to be read."""
+        """Calls, read from the file again unless they are cached."""
         return self.load(self.path)
 
     def count(self, group: str) -> int:
@@ -257,7 +257,7 @@ class Message(NamedTuple):
 
 
 def messages_of(group: str, records: Sequence[Record]) -> Iterator[Message]:
-    """Pair the sends and receives of all ranks over one group into messages; yield those of each two ranks in turn."""
+    """Pair the sends and receives of all ranks over one group; yield the messages of each two ranks in turn."""
     # Counting starts at the first call of the group, so messages to or from ranks whose record has lost that call are
     # left out.
     complete = {each.rank: each for each in records if group in each.peers and each.oldest(group) == 1}
@@ -362,8 +362,8 @@ def _group_text(group: str, record: Record) -> str:
 
 def story(records: Sequence[Record]) -> list[str]:
     """Describe in lines of text where the ranks of a job diverged, and the calls in which they were."""
-    # In this order: missing and foreign records; by group the first call that differs, and messages; the call of each
-    # rank; collectives that a device has not completed; errors that ended a rank.
+    # In this order: missing and foreign records; by group its first differing call and its messages; the call of each
+    # rank; collectives that devices have not completed; uncaught errors.
     lines = _job_lines(records)
     joined: _Joined = {}
     for group in sorted({group for each in records for group in each.hashes}):
@@ -447,7 +447,7 @@ def _compare(group: str, count: int, holders: Sequence[Record]) -> tuple[list[st
         if count in counts:
             compared, shown = (column[counts.index(count)] for column in hashes)
             forms.setdefault((compared, shown), []).append(each)
-    # The first record of each form that differs in what is compared, and of each of the first forms.
+    # The first record of each form that differs in compared attributes, and of each of the first forms.
     differing = {compared: having[0] for (compared, _), having in reversed(forms.items())}
     first, *others = (_compared(each.calls[group][count]) for each in list(differing.values())[:_MAX_LINES])
     names = [key for key in first if any(key in other and other[key] != first[key] for other in others)]

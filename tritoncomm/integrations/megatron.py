@@ -255,7 +255,7 @@ def _swaps(cross_entropy: bool) -> tuple[Swaps, tuple[str, ...]]:
     replaced: set[str] = set()
     refused: list[str] = []
     # A name is replaced if ours takes every call that Megatron's takes. A linear function decides which collectives its
-    # autograd class runs, so an unknown argument of one may change the meaning of the other: both or none are replaced.
+    # autograd class runs, so an unknown argument of one may change the meaning of the other. Both or none are replaced.
     # Mappings only hand their arguments to their classes, which are judged by their own arguments.
     for module, names, replacements in _sets(cross_entropy):
         try:

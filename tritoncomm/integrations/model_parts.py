@@ -103,7 +103,7 @@ def _calls_registry(kinds: list[type]) -> bool:
 
 
 def _files(kind: type) -> Iterator[str]:
-    """Yield the modules of a class and its bases, but for those of torch and of transformers' own base classes."""
+    """Yield the modules of a class and its bases, but for torch's and transformers' own base classes."""
     for base in kind.__mro__:
         name = base.__module__
         if name.startswith("transformers.models.") or name.partition(".")[0] not in (

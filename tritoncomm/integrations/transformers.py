@@ -205,7 +205,7 @@ class _Implementation:
         tensors = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         exchange = ulysses.exchange_for(*tensors, group, 1, None, self.name)
         if group.size() > 1:
-            kwargs.pop("position_ids", None)  # local ones; an implementation would take them for those of all positions
+            kwargs.pop("position_ids", None)  # local ones; an implementation would take them for all positions
             local = ulysses.to_heads(tensors, exchange.qkv, group, exchange.names)
             query, key, value = (x.transpose(1, 2) for x in local)
         of_rank = query.shape[1] // key.shape[1]
@@ -308,7 +308,7 @@ class _Implementation:
 def shard_batch(
     batch: Mapping[str, Any], group: ProcessGroup | None = None, *, pad_token_id: int = 0
 ) -> dict[str, Any]:
-    """This rank's shard of a batch that every rank has in full, as keyword arguments of a causal language model.
+    """Return this rank's shard of a batch that every rank has in full, as arguments of a causal language model.
 
     The sequence is padded at its end to a multiple of the ranks; in a causal model no earlier token sees the padding.
     All ranks of the group call. In the first call they compare their batches: 24 bytes per rank, on a GPU one copy to

@@ -131,10 +131,8 @@ def reshard_as(
 
 
 def _look(name: str, tensors: Any, source: Any, target: Any, options: tuple[Any, Any, Any]) -> Any:
-    """Return what the plan of a call depends on, for plain tensors and layouts; None if it has to be read.
-
-    Reading and checking the arguments of a few tensors takes the host as long as their exchange.
-    """
+    """Return the values that a call's plan depends on, for plain tensors and layouts; None if it has to be read."""
+    # Reading and checking the arguments of a few tensors takes the host as long as their exchange.
     dtype, bucket_bytes, grad = options
     names: Any = None
     if type(tensors) in _PLAIN:
@@ -211,30 +209,14 @@ def reshard_plan(
 def planned(
     name: str, participants: Participants, tensors: Any, source: Any, target: Any, **options: Any
 ) -> tuple[Request, "ReshardPlan"]:
-    """Read the arguments of a call; return its request and its plan, which is cached or agreed on by all ranks.
-
-    Args:
-        name: the calling function.
-        participants: the ranks of the call.
-        tensors, source, target: as for ``reshard``.
-        options: ``bucket_bytes``, ``grad``, and maybe ``dtype`` and ``out``, as for ``reshard``.
-
-    Raises:
-        CommError: as ``reshard``, on all ranks that make a plan.
-    """
+    """Read the arguments of a call; return its request and its plan, which is cached or agreed on by all ranks."""
     with refusing(participants, name):
         request = parse(name, participants, tensors, source, target, **options)
     return request, ReshardPlan(request, executor_for(request))
 
 
 def in_form_of(tensors: Any, results: Sequence[Tensor], wraps: Sequence[Wrap | None]) -> Any:
-    """Wrap local results and return them in the form of the tensors that a caller passed: one, a list, or a dict.
-
-    Args:
-        tensors: the tensors that the caller passed.
-        results: local results.
-        wraps: functions that make local results DTensors or ColoTensors; None for plain results.
-    """
+    """Wrap local results and return them in the form of the tensors that a caller passed: one, a list, or a dict."""
     wrapped = [x if wrap is None else wrap(x) for x, wrap in zip(results, wraps, strict=True)]
     if isinstance(tensors, Tensor):
         return wrapped[0]
@@ -299,11 +281,7 @@ class ReshardPlan:
         return is_kept(group, self._key, self._executor)
 
     def _pairs(self, tensors: Any) -> list[tuple[Any, Tensor]]:
-        """Return every tensor that a caller passed, with its local tensor, if the names are those of the plan.
-
-        Raises:
-            ArgumentError: other names, or another order.
-        """
+        """Return every tensor that a caller passed, with its local tensor; reject other names than the plan's."""
         by_name, names = named(tensors, "reshard"), [item.name for item in self.items]
         if list(by_name) != names:
             raise ArgumentError(f"reshard: the plan is for {names}, not for {list(by_name)}")
@@ -321,7 +299,7 @@ class ReshardPlan:
         moving = self._moving(tensors)
         if out is None:
             moved = iter(apply(self._executor, moving, self._name))
-            # Under no_grad a result has no graph, as those of other torch functions.
+            # Under no_grad a result has no graph, as the results of other torch functions.
             passing = tensors if torch.is_grad_enabled() else map(without_graph, tensors)
             return [x if passes else next(moved) for x, passes in zip(passing, self._passes_through, strict=True)]
         pairs = [(x.detach(), y) for x, y, passes in zip(tensors, out, self._passes_through, strict=True) if passes]

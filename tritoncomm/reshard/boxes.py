@@ -30,7 +30,7 @@ class Boxes(NamedTuple):
     """Boxes of an index space and the ranks that own them.
 
     Attributes:
-        owner: index of every box's rank.
+        owner: place of every box's rank.
         start, size: first index and extent of every box, ``[boxes, dims]``.
         at: position of every box in the local tensor of its rank, ``[boxes, dims]``.
     """
@@ -45,7 +45,7 @@ class Runs(NamedTuple):
     """Runs of tokens ``start, start + step, ...`` and the ranks that own them.
 
     Attributes:
-        owner: index of every run's rank; ascending. The runs of a rank are in the order of its local tensor.
+        owner: place of every run's rank; ascending. The runs of a rank are in the order of its local tensor.
         start, size: first token and number of tokens of every run.
         at: position of every run in the local tensor of its rank.
         local: number of tokens of every rank.
@@ -61,19 +61,11 @@ class Runs(NamedTuple):
 
 
 def bounds_of(cu_seqlens: Any, name: str) -> Ints:
-    """Read the boundaries ``0, ..., S`` of packed sequences and return them as ints.
-
-    Args:
-        cu_seqlens: ints, or a tensor or array of one dim. Reading a tensor on a GPU waits for the GPU.
-        name: the calling function, for errors.
-
-    Raises:
-        ArgumentError: the boundaries are not integers.
-        ShapeError: the first boundary is not 0, or a boundary is below its predecessor.
-    """
+    """Read the boundaries ``0, ..., S`` of packed sequences, ints or a tensor of one dim; return them as ints."""
     values = cu_seqlens
     if hasattr(values, "tolist"):
         try:
+            # Reading a tensor on a GPU waits for the GPU.
             values = values.tolist()
         except (RuntimeError, TypeError) as error:  # a tensor without data, or a subclass that hides it
             raise ArgumentError(f"{name}: cu_seqlens cannot be read: {error}") from error
@@ -87,19 +79,9 @@ def bounds_of(cu_seqlens: Any, name: str) -> Ints:
 
 
 def runs_of(kind: str, bounds: Sequence[int], world: int, name: str) -> Runs:
-    """Divide packed sequences among ranks and return the runs of tokens of every rank.
-
-    Each sequence is divided by itself. Runs of one rank that continue each other are merged into one run.
-
-    Args:
-        kind: ``contiguous``, ``zigzag`` or ``striped``; see ``Layout.sequence``.
-        bounds: boundaries of the sequences, checked by ``bounds_of``.
-        world: number of ranks.
-        name: the calling function, for errors.
-
-    Raises:
-        ShapeError: the kind is zigzag, and a sequence is no multiple of ``2 * world`` tokens.
-    """
+    """Divide packed sequences among ranks, each by itself; return the runs of tokens of every rank."""
+    # Starts and sizes are ``[world, sequences]``, of zigzag ``[world, sequences, 2]``: flattened, the runs of a rank
+    # are in the order of its local tensor.
     edges = np.array(bounds, np.int64)
     first, length = edges[:-1], np.diff(edges)
     rank = np.arange(world)[:, None]
@@ -126,14 +108,7 @@ def runs_of(kind: str, bounds: Sequence[int], world: int, name: str) -> Runs:
 
 
 def _merged(owner: Array, start: Array, size: Array, world: int, step: int) -> Runs:
-    """Drop empty runs of tokens, merge runs of one rank that continue each other, and compute local positions.
-
-    Args:
-        owner: rank of every run, ascending.
-        start, size: first token and number of tokens of every run.
-        world: number of ranks.
-        step: distance of two tokens of a run.
-    """
+    """Drop empty runs of tokens, merge runs of one rank that continue each other, and compute local positions."""
     filled = size > 0
     owner, start, size = owner[filled], start[filled], size[filled]
     # The two chunks of the last rank of a zigzag adjoin, and so do whole packed sequences of one rank.
@@ -143,15 +118,14 @@ def _merged(owner: Array, start: Array, size: Array, world: int, step: int) -> R
     size = np.add.reduceat(size, firsts) if len(firsts) else size
     owner, start = owner[firsts], start[firsts]
     local = np.bincount(owner, size, world).astype(np.int64)
+    # Tokens before the run, of all ranks, less the tokens of the ranks before this one.
     at = np.cumsum(size) - size - (np.cumsum(local) - local)[owner]
     return Runs(owner, start, size, at, local, step)
 
 
 def rows_shape(shape: Ints, periods: Ints) -> Ints:
-    """Return the shape of a tensor whose dims with a period above 1 are viewed as rows of ``period`` columns.
-
-    A dim of size ``n`` becomes the two dims ``ceil(n / period), period``; its last row may reach past the dim's end.
-    """
+    """Return the shape of a tensor whose dims with a period above 1 are viewed as rows of ``period`` columns."""
+    # The last row may reach past the dim's end.
     pairs = [(n,) if period == 1 else (-(-n // period), period) for n, period in zip(shape, periods, strict=True)]
     return tuple(n for pair in pairs for n in pair)
 
@@ -159,11 +133,7 @@ def rows_shape(shape: Ints, periods: Ints) -> Ints:
 def in_rows(boxes: Boxes, steps: Ints, periods: Ints) -> Boxes:
     """Convert strided boxes to dense boxes of the view in which each dim is rows of its period (``rows_shape``).
 
-    In the result a position in a local tensor counts indices of the original dim, and stands in the column's dim.
-
     Args:
-        boxes: the strided boxes; none is empty.
-        steps: step of every dim.
         periods: period of every dim, a multiple of its step; 1 leaves a dim as it is.
     """
     dim = 0
@@ -171,21 +141,21 @@ def in_rows(boxes: Boxes, steps: Ints, periods: Ints) -> Boxes:
         if period == 1:
             dim += 1
             continue
+        # In the result a position in a local tensor counts indices of the original dim, and stands in the column's dim.
         boxes = _columns(boxes, dim, period, step) if step > 1 else _ranges(boxes, dim, period)
         dim += 2  # a row and a column
     return boxes
 
 
 def _ranges(boxes: Boxes, dim: int, period: int) -> Boxes:
-    """Cut each box's index range of one dim into the end of a row, full rows and the start of a row.
-
-    Returns the non-empty pieces as boxes with two dims, row and column, in place of the dim.
-    """
+    """Cut each box's index range of one dim into the end of a row, full rows and the start of a row."""
     low, size = boxes.start[:, dim], boxes.size[:, dim]
     high = low + size
     (top, left), (bottom, right) = np.divmod(low, period), np.divmod(high, period)
     full = -(-low // period)
     zeros, width = np.zeros_like(low), np.full_like(low, period)
+    # By position: first row, first column, number of rows, number of columns, offset into the box in indices of the
+    # dim.
     head = top, left, (left > 0).astype(np.int64), np.minimum(width, left + size) - left, zeros
     body = full, zeros, np.maximum(bottom - full, 0), width, full * period - low
     tail = bottom, zeros, (bottom * period >= low).astype(np.int64), right, bottom * period - low
@@ -193,10 +163,9 @@ def _ranges(boxes: Boxes, dim: int, period: int) -> Boxes:
 
 
 def _columns(boxes: Boxes, dim: int, period: int, step: int) -> Boxes:
-    """Cut each box's every ``step``-th index of one dim into ``period // step`` columns of rows.
-
-    Returns the non-empty columns as boxes with two dims, row and column, in place of the dim.
-    """
+    """Cut each box's every ``step``-th index of one dim into ``period // step`` columns of rows."""
+    # Index ``low + step * k`` is in piece ``k % count``. Each piece starts at its ``nth`` index, and advances by a row
+    # per ``count`` indices.
     low, size, count = boxes.start[:, dim, None], boxes.size[:, dim, None], period // step
     nth = np.broadcast_to(np.arange(count), (len(low), count))
     top, left = np.divmod(low + step * nth, period)
@@ -207,14 +176,14 @@ def _assembled(boxes: Boxes, dim: int, pieces: Array) -> Boxes:
     """Replace one dim of boxes by the row and column of the boxes' pieces; drop empty pieces.
 
     Args:
-        boxes: the boxes that were cut.
-        dim: the dim along which they were cut.
         pieces: first row, first column, number of rows, number of columns, and offset into the box (in indices of the
             dim) of every piece, ``[5, boxes, pieces]``.
     """
     box, piece = np.nonzero((pieces[2] > 0) & (pieces[3] > 0))
     top, left, rows, columns, offset = pieces[:, box, piece]
     arrays = []
+    # In the order of ``Boxes``: start, size and at. A position counts indices of the original dim, so its row is 0 and
+    # its column is the box's position plus the offset of the piece.
     for array, (row, column) in zip(boxes[1:], ((top, left), (rows, columns), (0 * offset, offset)), strict=True):
         widened = np.insert(array[box], dim, 0, 1)
         if array is boxes.at:
@@ -226,9 +195,6 @@ def _assembled(boxes: Boxes, dim: int, pieces: Array) -> Boxes:
 
 def distinct_rows(rows: Array) -> tuple[Array, Array]:
     """Group equal rows of a matrix, such as equal boxes of several ranks.
-
-    Args:
-        rows: the matrix; it may have no columns.
 
     Returns:
         The distinct rows in lexicographic order, as indices of their first occurrences; and the group of every row.
@@ -248,7 +214,6 @@ def range_boxes(shape: Array, low: Array, high: Array) -> tuple[Array, Array, Ar
 
     Args:
         shape: extent of the box that every range lies in, ``[dims, ranges]``.
-        low, high: first element of every range, and the first one behind it, in row-major order.
 
     Returns:
         For every piece, range by range: its range, its first index and its extent, ``[dims, pieces]``.
@@ -259,6 +224,8 @@ def range_boxes(shape: Array, low: Array, high: Array) -> tuple[Array, Array, Ar
     """
     dims, count = shape.shape
     order, pieces = np.arange(count), []  # range, place among the range's pieces, dim, row, first and end of a piece
+    # From the innermost dim out. The partial rows at both ends become pieces of this dim, the full rows between them
+    # are the range of the next one. A range inside of one row is one piece, a head without a tail.
     for dim in reversed(range(1, dims)):
         length = np.maximum(shape[dim], 1)
         inside = (low // length == (high - 1) // length) & (high - low < length)
@@ -278,9 +245,11 @@ def range_boxes(shape: Array, low: Array, high: Array) -> tuple[Array, Array, Ar
     zeros = np.zeros_like(index)
     pieces.append((index, zeros, zeros, zeros, low[index], high[index]))
     index, place, dim, row, first, end = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+    # Heads have negative places and tails positive ones, so the pieces of a range are in the order of their elements.
     order = np.lexsort((place, index))
     index, dim, row, first, end = index[order], dim[order], row[order], first[order], end[order]
     start, size = np.zeros((2, dims, len(index)), np.int64)
+    # The number of a row has the indices of all outer dims as digits, the last one fastest.
     for axis in reversed(range(dims)):
         extent = shape[axis, index]
         outer = axis < dim

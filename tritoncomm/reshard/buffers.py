@@ -87,11 +87,7 @@ def megatron_layouts(buffers: Iterable[Any], names: Mapping[Any, str]) -> dict[s
 
 
 def _checked(tensors: Any, name: str) -> dict[str, tuple[int, Ints]]:
-    """Check first elements and shapes of tensors in a buffer, and return them.
-
-    Raises:
-        ArgumentError: ``tensors`` is of another kind.
-    """
+    """Check first elements and shapes of tensors in a buffer, and return them."""
     try:
         return {
             str(key): (checked_ints((first,), f"{name}: a first element")[0], checked_ints(shape, f"{name}: a shape"))

@@ -26,21 +26,11 @@ def agree(
 ) -> None:
     """Compare a digest over all ranks of a group, and raise on every rank if they differ or a rank has an error.
 
-    If all digests are equal, this takes one all-gather of 24 bytes per rank. A group of one rank, or of torch's fake
-    backend, compares nothing.
-
     Args:
-        name: the calling function, for messages.
-        group: the process group; all of its ranks call.
         digest: 16-byte hash of all values that have to be equal.
         error: the error of this rank's own arguments, if any.
         describe: returns the hashed values in words, by name; called if ranks differ.
         things: the compared objects, for messages.
-
-    Raises:
-        CommError: ``error`` itself.
-        MismatchError: another rank has an error, or another digest; names the rank, the value and both sides.
-        PeerError: another rank did not call within the group's timeout.
     """
     if group.size() == 1 or dist.get_backend(group) == "fake":
         if error is not None:
@@ -48,6 +38,8 @@ def agree(
         return
     # As integers, because texts would differ in length, which takes a second all-gather.
     halves = [int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:])]
+    # One all-gather of 24 bytes a rank if all agree. A rank with an error takes part, because the others would wait for
+    # it.
     own = [0, *halves] if error is None else [1, 0, 0]
     try:
         if all(row == [0, *halves] for row in _gathered(torch.tensor(own, device="cpu"), group, name)):
@@ -61,13 +53,7 @@ def agree(
 
 
 def _gathered(x: Tensor, group: ProcessGroup, name: str) -> list[list[int]]:
-    """All-gather a tensor of integers and return every rank's values as a list.
-
-    Args:
-        x: this rank's values, on the CPU; as many on every rank.
-        group: the process group.
-        name: the calling function, for errors.
-    """
+    """All-gather a tensor of integers on the CPU, as long on every rank, and return every rank's values as a list."""
     device = backend.default_device(backend.cuda_backend(group))
     out = torch.empty(group.size() * x.numel(), dtype=x.dtype, device=device)
     backend.all_gather(out, x.to(device), group, name)
@@ -75,13 +61,7 @@ def _gathered(x: Tensor, group: ProcessGroup, name: str) -> list[list[int]]:
 
 
 def _gathered_texts(own: dict[str, object], group: ProcessGroup, name: str) -> list[dict[str, object]]:
-    """All-gather a JSON object of any length and return every rank's, by two all-gathers: of lengths, of texts.
-
-    Args:
-        own: this rank's object.
-        group: the process group.
-        name: the calling function, for errors.
-    """
+    """All-gather a JSON object of any length and return every rank's, by two all-gathers: of lengths, of texts."""
     text = json.dumps(own).encode()
     longest = max(length for (length,) in _gathered(torch.tensor([len(text)], device="cpu"), group, name))
     # An all-gather takes equal lengths, and JSON ignores the blanks.
@@ -92,10 +72,7 @@ def _gathered_texts(own: dict[str, object], group: ProcessGroup, name: str) -> l
 def _difference(texts: list[dict[str, object]], rank: int, things: str) -> str:
     """Return a sentence for this rank's error message: the errors of other ranks, else the first difference.
 
-    Args:
-        texts: of every rank, its error as ``error``, or its values in words by name as ``plan``.
-        rank: position of this rank in the group.
-        things: the compared objects.
+    ``texts`` have of every rank its error as ``error``, or its values in words by name as ``plan``.
     """
     errors = [(other, text["error"]) for other, text in enumerate(texts) if "error" in text]
     if errors:

@@ -37,7 +37,6 @@ class _Pass:
     Attributes:
         name: the kernels' function.
         used: indices of the tensors in the table.
-        table: the segments.
         accumulate: a scatter adds to the tensors' values.
         sums: a scatter sums segments of the same rows.
         launches: the prepared launches; None before the first call. They stay here instead of in the kernels' cache: a
@@ -52,12 +51,7 @@ class _Pass:
     launches: "kernels.SegmentCall | None" = None
 
     def run(self, tensors: Sequence[Tensor], wire: Tensor) -> record.CopyPath:
-        """Gather from the plan's tensors into the wire, or scatter the wire into them; return the path taken.
-
-        Args:
-            tensors: all tensors of the plan.
-            wire: the bytes of a bucket.
-        """
+        """Gather from all tensors of the plan into the wire, or scatter the wire into them; return the path taken."""
         chosen = [tensors[i] for i in self.used]
         if path_for(wire, "segments") == "triton":
             self.launch(chosen, wire)
@@ -72,9 +66,6 @@ class _Pass:
         Args:
             tensors: the tensors of the table; of direct copies, each tensor followed by its result.
             wire: the bytes of a bucket; of direct copies, the last result.
-
-        Raises:
-            ValueError, TypeError, RuntimeError: the table does not fit the tensors; at the first call.
         """
         _range = record.profiler_range(self.name)
         if self.launches is None:
@@ -83,11 +74,9 @@ class _Pass:
 
 
 class BucketStep:
-    """The passes of one bucket, prepared for tensors of certain strides, and the exchange between them.
+    """Passes of one bucket, prepared for tensors of certain strides, and the exchange between them.
 
     Args:
-        bucket: the blocks to move.
-        plan: the plan that the bucket belongs to.
         strides: strides of all tensors before and after, in elements.
         in_place: results share memory with the tensors.
     """
@@ -97,6 +86,8 @@ class BucketStep:
     ) -> None:
         self._bucket, self._in_place = bucket, in_place
         carried = [item.carried for item in plan.items]
+        # Where blocks are staged, one memory has the sent, the staged and the received bytes, in this order. The pack
+        # writes the first two, the unpack reads the last two.
         self._sizes = sent, staged, _ = bucket.send.nbytes, bucket.staged_bytes, bucket.recv.nbytes
         packed = tables.concatenated(
             tables.blocks_of(bucket.send, bucket.send.start),
@@ -111,6 +102,7 @@ class BucketStep:
         groups = [(unpacked, False)]
         if plan.sums:
             pieces = unpacked.cut(*plan.summands(bucket), carried)
+            # A tensor to which several buckets contribute is added to; the others are written, by a pass of their own.
             adds = np.isin(pieces.tensor, list(plan.accumulated))
             groups = [(pieces.pick(~adds), False), (pieces.pick(adds), True)]
         unpacks = [(tables.table_of(blocks, strides[1], carried), accumulate) for blocks, accumulate in groups]
@@ -130,16 +122,7 @@ class BucketStep:
     def run(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor], executor: "Executor", name: str
     ) -> record.CopyPath:
-        """Pack, exchange and unpack one bucket; copy the direct blocks while the exchange runs.
-
-        Args:
-            sources, targets: all tensors of the plan, and their results.
-            executor: starts the exchange.
-            name: the calling function, for errors.
-
-        Returns:
-            The path of the passes; ``view`` if there was no pass.
-        """
+        """Pack, exchange and unpack one bucket; copy the direct blocks meanwhile. Return the path of the passes."""
         path: record.CopyPath = "view"
         wire, base, send, receive = self._staging(sources[0])
         if self._pack is not None:
@@ -187,14 +170,7 @@ class BucketStep:
     def _views(
         self, pairs: list[tables.StridedPair], sources: Sequence[Tensor], targets: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return views of blocks that stay on the rank and of their places in the results.
-
-        Blocks are cloned if results share memory with the tensors.
-
-        Args:
-            pairs: the blocks.
-            sources, targets: all tensors of the plan, and their results.
-        """
+        """Return views of staying blocks, cloned if results share their memory, and of their places in the results."""
         blocks = [_view(sources[pair.tensor], pair.size, pair.source_stride, pair.source_offset) for pair in pairs]
         places = [_view(targets[pair.tensor], pair.size, pair.target_stride, pair.target_offset) for pair in pairs]
         return [x.clone() for x in blocks] if self._in_place else blocks, places
@@ -206,17 +182,13 @@ def _view(x: Tensor, size: Ints, stride: Ints, offset: int) -> Tensor:
 
 
 class Executor:
-    """A transfer plan with its group, which can be executed repeatedly, by several threads at once.
+    """Transfer plan with its group, which can be executed repeatedly, by several threads at once.
 
     Args:
-        items: the tensors.
-        participants: the ranks of the plan.
         bucket_bytes: the most bytes of a bucket, on each side.
-        grad: ``replicated`` or ``partial``, see ``reshard``.
         sums: every replica of a source sends, and the receivers sum in the order of the ranks.
 
     Attributes:
-        transfers: the transfer plan.
         device: kind of device that the plan is for, ``cpu`` or ``cuda``.
     """
 
@@ -247,11 +219,7 @@ class Executor:
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The process group that a plan was made for, which is referenced weakly; None for a plan without a group.
-
-        Raises:
-            GroupError: the group was destroyed.
-        """
+        """Process group that a plan was made for, which is referenced weakly; None for a plan without a group."""
         group = None if self._group is None else self._group()
         if group is None and self._group is not None:
             raise GroupError("reshard: the process group of this plan was destroyed")
@@ -259,11 +227,7 @@ class Executor:
 
     @cached_property
     def adjoint(self) -> "Executor":
-        """The executor of the gradients: from target to source layouts, for the tensors that have a gradient.
-
-        Raises:
-            UnsupportedError: target boxes overlap in part, and gradients are not to be summed.
-        """
+        """Executor of the gradients: from target to source layouts, for the tensors that have a gradient."""
         items = [item.reversed() for item in self.items if item.has_grad]
         sums = self.grad == "partial" and not self.transfers.sums
         for item in items:
@@ -282,12 +246,6 @@ class Executor:
             tensors: local source tensors. Of a layout without this rank, only the device matters.
             results: tensors to write into; new ones by default. They may share memory with ``tensors`` if the plan has
                 one bucket.
-            name: the calling function, for errors and counters.
-
-        Raises:
-            ArgumentError: results share memory with tensors, and there are several buckets.
-            GroupError: the group was destroyed, or the plan has none.
-            PeerError: another rank failed or did not come.
         """
         started, _range = record.now(), None
         if record.is_observed() and self.group is not None:
@@ -306,6 +264,7 @@ class Executor:
             ]
             after, in_place = None, False
         else:
+            # A result whose rows are not dense, or with lazy bits, is written through new memory and copied at the end.
             detached = [x.detach() for x in results]
             targets = [
                 x if _has_dense_rows(x.shape, x.stride()) and not (x.is_conj() or x.is_neg()) else x.new_empty(x.shape)
@@ -339,15 +298,7 @@ class Executor:
         return targets
 
     def _is_in_place(self, sources: Sequence[Tensor], targets: Sequence[Tensor], name: str) -> bool:
-        """Return whether results share memory with source tensors.
-
-        Args:
-            sources, targets: all tensors of the plan, and the memory of their results.
-            name: the calling function, for errors.
-
-        Raises:
-            ArgumentError: they share memory, and the plan has several buckets.
-        """
+        """Whether results share memory with source tensors; raise if they do and the plan has several buckets."""
         # Source tensors with other rows are copied before.
         in_place = share_memory([x for x in sources if _has_dense_rows(x.shape, x.stride())], targets)
         if in_place and sum(not bucket.is_quiet for bucket in self.transfers.buckets) > 1:
@@ -358,24 +309,11 @@ class Executor:
         return in_place
 
     def exchange(self, bucket: Bucket, wire: Tensor, received: Tensor, name: str, asynchronous: bool) -> Any:
-        """Start the exchange of one bucket: an all-to-all-v, or a batch of messages between disjoint sets of ranks.
-
-        Args:
-            bucket: the bucket.
-            wire: bytes to send.
-            received: memory to receive into.
-            name: the calling function, for errors.
-            asynchronous: return before the exchange is over.
-
-        Returns:
-            A handle to wait for; None if the exchange is over.
-
-        Raises:
-            GroupError: the plan was made without a group.
-        """
+        """Start the exchange of one bucket; return a handle to wait for, None if the exchange is over."""
         group = self.group
         if group is None:
             raise GroupError(f"{name}: this plan was made without a group, to be looked at")
+        # No rank both sends and receives: a batch of messages in place of an all-to-all-v.
         if self.transfers.is_disjoint:
             sends, receives = messages(wire, bucket.send), messages(received, bucket.recv)
             return backend.send_and_receive(sends, receives, group, name)
@@ -393,12 +331,10 @@ def _prepared_steps(
     """Prepare the steps of all buckets of a plan for tensors of certain strides.
 
     Args:
-        plan: the plan.
         source_shapes: shapes of this rank's source tensors; ``()`` for a layout without a part on this rank.
         result_strides: strides of new results.
         before: strides and device number of every source tensor. Launches of a step belong to a device.
         after: strides and device number of every result that the caller passed; None for new results.
-        in_place: results share memory with source tensors.
 
     Returns:
         Indices of the source tensors whose rows are not contiguous, which have to be made contiguous first; and the
@@ -407,7 +343,7 @@ def _prepared_steps(
     uneven = [i for i, (stride, _) in enumerate(before) if not _has_dense_rows(source_shapes[i], stride)]
     sources = [contiguous_stride(source_shapes[i]) if i in uneven else stride for i, (stride, _) in enumerate(before)]
     targets = result_strides if after is None else [stride for stride, _ in after]
-    strides = (  # those of the plan's index space, in which boxes are dense
+    strides = (  # for the plan's index space, in which boxes are dense
         tuple(item.source.strides_of(stride) for item, stride in zip(plan.items, sources, strict=True)),
         tuple(item.target.strides_of(stride) for item, stride in zip(plan.items, targets, strict=True)),
     )
@@ -416,34 +352,18 @@ def _prepared_steps(
 
 
 def messages(wire: Tensor, side: Side) -> list[tuple[int, Tensor]]:
-    """Cut the bytes that a rank sends in a bucket, or receives, into one message per peer.
-
-    Args:
-        wire: the bytes.
-        side: the size of every message.
-
-    Returns:
-        For every peer with a message, its position in the group and a view of its bytes.
-    """
+    """Cut the bytes that a rank sends in a bucket, or receives: return (position, view) of every peer's message."""
     return [(peer, wire.narrow(0, start, count)) for peer, start, count in side.parts]
 
 
 def _has_dense_rows(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return whether the rows of a tensor of this shape and stride are contiguous: its last dim has stride 1.
-
-    Tensors with other rows are copied before they are sent, because each of their elements would be a segment.
-    """
+    """Whether the rows of a tensor of this shape and stride are contiguous: its last dim has stride 1."""
+    # Tensors with other rows are copied before they are sent, because each of their elements would be a segment.
     return not shape or shape[-1] <= 1 or stride[-1] == 1
 
 
 def apply(executor: Executor, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
-    """Reshard local tensors and return the local results; autograd records the call if a gradient is wanted.
-
-    Args:
-        executor: the executor of the plan.
-        tensors: local source tensors.
-        name: the calling function, for errors and counters.
-    """
+    """Reshard local tensors and return the local results; autograd records the call if a gradient is wanted."""
     if any(item.has_grad for item in executor.items) and torch.is_grad_enabled():
         return _Reshard.apply(executor, name, *tensors)
     return executor.run(tensors, None, name)

@@ -16,14 +16,7 @@ __all__ = ["Holders", "Members", "common_boxes", "members_of", "on_axes"]
 
 
 class Members:
-    """An ordered set of global ranks; compares and hashes by its content.
-
-    Args:
-        ids: the global ranks.
-
-    Raises:
-        ArgumentError: a rank is listed twice.
-    """
+    """Ordered set of global ranks; compares and hashes by its content."""
 
     def __init__(self, ids: Array) -> None:
         self.ids = ids
@@ -42,7 +35,7 @@ class Members:
 
     @cached_property
     def ranks(self) -> Ints:
-        """The global ranks as Python numbers."""
+        """Global ranks as Python numbers."""
         return tuple(self.ids.tolist())
 
     def places_of(self, ids: Array) -> Array:
@@ -66,17 +59,13 @@ def members_of(ids: bytes) -> Members:
 
 
 class Holders:
-    """The boxes of a layout: which rank owns each, and which of the layout's regions each is.
-
-    Args:
-        members: the ranks.
-        owner: place of every box's rank, ascending.
-        region: region of every box. Equal boxes of several ranks are one region.
+    """Boxes of a layout: the rank that owns each, and the region that each is.
 
     Attributes:
-        members, owner, region: the arguments.
+        owner: place of every box's rank, ascending.
+        region: region of every box. Equal boxes of several ranks are one region.
         counts: number of boxes of every region.
-        order: the boxes sorted by region, those of one region by rank.
+        order: the boxes sorted by region, and then by rank.
         first: place in ``order`` of every region's first box, and behind them the number of boxes.
         is_simple: every rank owns exactly one box.
     """
@@ -100,7 +89,7 @@ class Holders:
 
     @cached_property
     def most(self) -> int:
-        """The most boxes that are one region; 0 without boxes."""
+        """Largest number of boxes that are one region; 0 without boxes."""
         return int(self.counts.max(initial=0))
 
     @cached_property
@@ -150,7 +139,6 @@ def on_axes(members: Members, mesh: Ints, dims: tuple[Ints, ...]) -> Holders:
 
     Args:
         members: the ranks of the mesh, the last axis fastest.
-        mesh: size of every axis.
         dims: for every sharded dim of the tensor the axes that shard it, in the order in which they do.
     """
     coordinates = np.indices(mesh, np.int64).reshape(len(mesh), -1)

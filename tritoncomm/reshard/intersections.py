@@ -33,11 +33,7 @@ class Meeting(NamedTuple):
 
 
 class BoxIndex:
-    """Boxes sorted by their starts along every dim, to find those that meet some other boxes.
-
-    Args:
-        start, size: first index and extent of every box, ``[boxes, dims]``; none is empty.
-    """
+    """Boxes ``[boxes, dims]`` sorted by their starts along every dim, to find the ones that meet some other boxes."""
 
     def __init__(self, start: Array, size: Array) -> None:
         self._start, self._end = start, start + size
@@ -51,11 +47,7 @@ class BoxIndex:
         return [(order, low[order], np.maximum.accumulate(high[order])) for order, low, high in orders]
 
     def candidates(self, start: Array, size: Array) -> list[tuple[Array, Array]]:
-        """Return per dim the stretch of sorted boxes that may meet each of some boxes: its first place, its length.
-
-        Args:
-            start, size: first index and extent of the other boxes, ``[boxes, dims]``; none is empty.
-        """
+        """Return per dim the stretch of sorted boxes that may meet each of some boxes: its first place, its length."""
         result = []
         for (_, lows, highs), low, extent in zip(self._sorted, start.T, size.T, strict=True):
             first = np.searchsorted(highs, low, "right")
@@ -64,16 +56,12 @@ class BoxIndex:
         return result
 
     def meeting(self, start: Array, size: Array) -> Meeting:
-        """Return the pairs of some boxes with the boxes of the index that they meet.
-
-        Candidates are listed along the dim with the fewest of them. Pairs that are apart along another dim are dropped.
-
-        Args:
-            start, size: first index and extent of the boxes, ``[boxes, dims]``; none is empty.
-        """
+        """Return the pairs of some boxes, ``[boxes, dims]``, with the boxes of the index that they meet."""
         if not start.shape[1]:  # tensors of one element
             one, other = (each.reshape(-1) for each in np.indices((len(start), len(self._start))))
             return Meeting(one, other, *np.empty((2, 0, len(one)), np.int64))
+        # Candidates are listed along the dim with the fewest of them; pairs that are apart along another dim are
+        # dropped.
         sides = zip(self._sorted, self.candidates(start, size), strict=True)
         (order, _, _), (first, counts) = min(sides, key=lambda side: int(side[1][1].sum()))
         one = np.repeat(np.arange(len(start)), counts)
@@ -98,10 +86,6 @@ def most_of_a_part(volume: Array, parts: int) -> Array:
 
 def split_into_parts(start: Array, size: Array, parts: int) -> tuple[Array, Array, Array, Array]:
     """Cut blocks into ``parts`` ranges of their elements in row-major order, each of as many elements as the others.
-
-    Args:
-        start, size: first index and extent of the blocks, ``[dims, blocks]``.
-        parts: number of parts.
 
     Returns:
         For every piece, which is a box: its block, its part, its first index and its extent.

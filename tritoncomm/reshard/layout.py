@@ -91,13 +91,7 @@ class Layout:
 
     @classmethod
     def _of_regions(cls, shape: Ints, holders: Holders, start: Array, size: Array) -> "Layout":
-        """Build the layout of regions that tile a tensor, of which every rank has one as its local tensor.
-
-        Args:
-            shape: shape of the global tensor.
-            holders: the ranks and the region of each.
-            start, size: first index and extent of every region, in lexicographic order; none is empty.
-        """
+        """Build the layout of regions, in lexicographic order, that tile a tensor, and of which every rank has one."""
         self = cls.__new__(cls)
         self._set(shape, (1,) * len(shape), holders, start, size, None, True)
         return self
@@ -124,12 +118,7 @@ class Layout:
 
     @staticmethod
     def _check(shape: Ints, step: Ints, boxes: Boxes, local: Array) -> None:
-        """Check the steps and the boxes of a new layout.
-
-        Raises:
-            ShapeError: a box is not inside the tensor or its rank's local tensor.
-            ArgumentError: a step is below 1.
-        """
+        """Check that the steps are 1 or more, and the boxes inside the tensor and the local tensors."""
         if len(step) != len(shape) or min(step, default=1) < 1:
             raise ArgumentError(f"Layout: the steps of {list(shape)} must be 1 or more, not {list(step)}")
         reach = (boxes.size - 1) * np.array(step, np.int64) + 1
@@ -395,12 +384,7 @@ class Layout:
 
 
 class _RowLayout(Layout):
-    """A layout whose strided boxes are dense boxes of the view in which each dim is rows of its period.
-
-    Args:
-        layout: the layout with steps.
-        periods: period of every dim, a multiple of the dim's step.
-    """
+    """Layout whose strided boxes are dense boxes of the view in which each dim is rows of its period."""
 
     def __init__(self, layout: Layout, periods: Ints) -> None:
         self._layout, self._periods = layout, periods
@@ -413,11 +397,9 @@ class _RowLayout(Layout):
         """Check nothing: the original layout was checked, and positions in the view exceed the local shapes."""
 
     def strides_of(self, strides: Ints) -> Ints:
-        """Return strides of a local tensor for rows and columns, from its strides for the original dims.
-
-        Strides of another number of dims are returned as they are: of the empty tensor of a rank without a part.
-        """
+        """Return strides of a local tensor for rows and columns, from its strides for the original dims."""
         strides = self._layout.strides_of(strides)
+        # The empty tensor of a rank without a part may have any dims.
         if len(strides) != len(self._periods):
             return strides
         along = zip(strides, self._periods, self._layout.step, strict=True)
@@ -426,17 +408,7 @@ class _RowLayout(Layout):
 
 
 class FlatLayout(Layout):
-    """A layout of ranges of the flattened tensor; see ``Layout.flat``.
-
-    Args:
-        shape: shape of the global tensor, checked.
-        ranks: global ranks.
-        owner: index into ``ranks`` of every range, ascending.
-        low, high: first element of every range, and the first one behind it.
-
-    Raises:
-        ShapeError: a range is not inside the tensor.
-    """
+    """Layout of ranges of the flattened tensor; see ``Layout.flat``. ``owner`` is every range's place, ascending."""
 
     def __init__(self, shape: Ints, ranks: Sequence[int], owner: Array, low: Array, high: Array) -> None:
         outside = np.nonzero((low < 0) | (high < low) | (high > math.prod(shape)))[0]
@@ -472,14 +444,8 @@ def _on_mesh(shape: Ints, mesh: Ints, members: Members, placements: tuple[_Place
     """Build the layout of shards and replicas over a device mesh from checked arguments; cached.
 
     Args:
-        shape: shape of the global tensor.
-        mesh: size of every mesh axis.
         members: global ranks of the mesh, the last axis fastest.
         placements: for every axis the sharded dim and the split factor, or None for a replica.
-
-    Raises:
-        ShapeError: not one placement per axis.
-        UnsupportedError: a strided shard other than FSDP2 over tensor parallelism.
     """
     if len(placements) != len(mesh):
         raise ShapeError(f"Layout: {len(placements)} placements for a mesh of {len(mesh)} axes, {list(mesh)}")
@@ -506,12 +472,7 @@ def _on_mesh(shape: Ints, mesh: Ints, members: Members, placements: tuple[_Place
 
 
 def _shards(length: int, shards: Sequence[int]) -> tuple[Array, Array]:
-    """Divide a dim by several axes, each of which divides what the ones before left; return starts and extents.
-
-    Args:
-        length: size of the dim.
-        shards: number of shards that every axis makes of what it gets.
-    """
+    """Divide a dim by several axes, each of which divides the shards of the ones before; return starts and extents."""
     start, size = np.zeros(1, np.int64), np.full(1, length, np.int64)
     for count in shards:
         low = np.minimum(np.arange(count) * -(-size // count)[:, None], size[:, None])
@@ -521,19 +482,8 @@ def _shards(length: int, shards: Sequence[int]) -> tuple[Array, Array]:
 
 
 def _splitting_order(shape: Ints, mesh: Ints, placements: tuple[_Placement, ...]) -> list[int]:
-    """Return the sharding axes of a mesh in the order in which they split a tensor.
-
-    Axes split from left to right, but an axis with a strided shard splits after the axes of the same dim right of it.
-
-    Args:
-        shape: shape of the global tensor.
-        mesh: size of every mesh axis.
-        placements: for every axis the sharded dim and the split factor, or None for a replica.
-
-    Raises:
-        UnsupportedError: a strided shard that does not divide evenly, or whose factor is not the number of shards by
-            the axes after it.
-    """
+    """Return the sharding axes of a mesh in the order in which they split a tensor."""
+    # Axes split from left to right, but an axis with a strided shard splits after the axes of the same dim right of it.
     order: list[int] = []
     # From right to left: a strided shard has to know how many shards the axes right of it make.
     for axis, placement in reversed(list(enumerate(placements))):
@@ -557,18 +507,7 @@ def _splitting_order(shape: Ints, mesh: Ints, placements: tuple[_Placement, ...]
 
 @lru_cache(maxsize=64)  # boundaries of packed sequences change from step to step
 def _sequence(shape: Ints, dim: int, kind: str, ranks: Ints, bounds: Ints) -> Layout:
-    """Build the layout of a sequence-sharded tensor from checked arguments; cached.
-
-    Args:
-        shape: shape of the global tensor.
-        dim: the sequence dim.
-        kind: contiguous, zigzag, striped or full; see ``Layout.sequence``.
-        ranks: global ranks in the order of the context-parallel group.
-        bounds: boundaries of the packed sequences.
-
-    Raises:
-        ShapeError: a zigzag sequence that is no multiple of twice the number of ranks.
-    """
+    """Build the layout of a sequence-sharded tensor from checked arguments; cached. See ``Layout.sequence``."""
     if kind == "full":
         return Layout.replicated(shape, ranks)
     runs = runs_of(kind, bounds, len(ranks), "Layout.sequence")
@@ -580,12 +519,7 @@ def _sequence(shape: Ints, dim: int, kind: str, ranks: Ints, bounds: Ints) -> La
 
 
 def checked_pairs(pairs: Sequence[Any], name: str) -> Array:
-    """Check pairs of ints and return them as an array ``[2, pairs]``.
-
-    Raises:
-        ArgumentError: a pair is of another kind.
-        ShapeError: a pair has more or fewer ints, or an int is beyond 2**62.
-    """
+    """Check pairs of ints and return them as an array ``[2, pairs]``."""
     # There is a pair per rank and tensor: all in one array cost a tenth of one check each, which names the odd one.
     try:
         array = np.array(pairs)
@@ -601,12 +535,7 @@ def checked_pairs(pairs: Sequence[Any], name: str) -> Array:
 
 
 def _checked_shape(shape: Any) -> Ints:
-    """Check the shape of a global tensor and return it as ints.
-
-    Raises:
-        ArgumentError: the shape is no sequence of ints.
-        ShapeError: a size is negative, or the tensor has more elements than an index array can count.
-    """
+    """Check the shape of a global tensor and return it as ints."""
     sizes = checked_ints(shape, "Layout: a shape")
     if min(sizes, default=0) < 0 or math.prod(sizes) > _MOST_ELEMENTS:
         raise ShapeError(f"Layout: there is no tensor of shape {list(sizes)}")
@@ -614,17 +543,7 @@ def _checked_shape(shape: Any) -> Ints:
 
 
 def _checked_dim(dim: Any, shape: Ints, name: str) -> int:
-    """Check a dim of a tensor and return it counted from the front.
-
-    Args:
-        dim: the dim, maybe negative.
-        shape: shape of the tensor.
-        name: the calling function, for errors.
-
-    Raises:
-        ArgumentError: the dim is no int.
-        ShapeError: the tensor has no such dim.
-    """
+    """Check a dim of a tensor and return it counted from the front."""
     (place,) = checked_ints((dim,), f"{name}: the dim")
     if not -len(shape) <= place < len(shape):
         raise ShapeError(f"{name}: a tensor {list(shape)} has no dim {place}")
@@ -632,17 +551,7 @@ def _checked_dim(dim: Any, shape: Ints, name: str) -> int:
 
 
 def _checked_placement(placement: Any, shape: Ints) -> _Placement:
-    """Check the placement of one mesh axis; return the dim that it shards and its split factor, or None for a replica.
-
-    Args:
-        placement: a placement of torch's, a dim, or None.
-        shape: shape of the global tensor.
-
-    Raises:
-        ArgumentError: ``placement`` is of another kind.
-        ShapeError: the tensor has no such dim.
-        UnsupportedError: a partial placement, or one that neither shards nor replicates.
-    """
+    """Check the placement of one mesh axis; return its sharded dim and split factor, or None for a replica."""
     if not isinstance(placement, int | None) and not hasattr(placement, "is_replicate"):
         raise ArgumentError(f"Layout: {placement!r:.80} is no placement: neither torch's, nor a dim, nor None")
     if placement is None or (not isinstance(placement, int) and placement.is_replicate()):
@@ -656,11 +565,7 @@ def _checked_placement(placement: Any, shape: Ints) -> _Placement:
 
 
 def _checked_boxes(boxes: Any) -> dict[int, list[tuple[Ints, Ints]]]:
-    """Check a mapping from global ranks to lists of boxes (start, extent), and return it with tuples of ints.
-
-    Raises:
-        ArgumentError: ``boxes`` is no such mapping.
-    """
+    """Check a mapping from global ranks to lists of boxes (start, extent), and return it with tuples of ints."""
     try:
         by_rank = {
             rank: [
@@ -678,22 +583,7 @@ def _checked_boxes(boxes: Any) -> dict[int, list[tuple[Ints, Ints]]]:
 
 
 def _concatenated(shape: Ints, rank: int, boxes: Sequence[tuple[Ints, Ints]]) -> tuple[list[Ints], Ints]:
-    """Concatenate the boxes of one rank in its local tensor.
-
-    The boxes are concatenated along the dim in which their extents differ, else along the first dim in which their
-    starts do.
-
-    Args:
-        shape: shape of the global tensor.
-        rank: the global rank, for errors.
-        boxes: start and extent of every box.
-
-    Returns:
-        The position of every box in the local tensor, and the local tensor's shape.
-
-    Raises:
-        ShapeError: extents differ in several dims, or a 0-dim tensor has several boxes.
-    """
+    """Concatenate the boxes of one rank: return their positions in the local tensor, and its shape."""
     if not boxes:
         return [], (0,) * len(shape)
     (first, extent), *more = boxes
@@ -705,6 +595,7 @@ def _concatenated(shape: Ints, rank: int, boxes: Sequence[tuple[Ints, Ints]]) ->
             f"Layout.of_boxes: the boxes of rank {rank} have different extents in dims {longer}: {list(boxes)}"
         )
     apart = [dim for dim in range(len(shape)) if any(start[dim] != first[dim] for start, _ in boxes)]
+    # Along the dim in which their extents differ, else along the first dim in which their starts do.
     along = (*longer, *apart, 0)[0]
     positions, total = [], 0
     for _, size in boxes:
@@ -714,12 +605,7 @@ def _concatenated(shape: Ints, rank: int, boxes: Sequence[tuple[Ints, Ints]]) ->
 
 
 def _text(start: Array, size: Array, step: Ints = ()) -> str:
-    """Return a box as text, a slice per dim: ``[0:4, 1:8:3]``.
-
-    Args:
-        start, size: first index and extent of the box.
-        step: step of every dim; 1 by default.
-    """
+    """Return a box as text, a slice per dim: ``[0:4, 1:8:3]``."""
     ranges = [
         f"{first}:{first + (count - 1) * each + 1}" + f":{each}" * (each > 1)
         for first, count, each in zip(start.tolist(), size.tolist(), step or (1,) * len(start), strict=True)

@@ -14,12 +14,7 @@ __all__ = ["cut_at_edges", "distinct_blocks", "has_overlap", "tensors_across_buc
 
 
 def has_overlap(tensor: Array, start: Array, size: Array) -> NDArray[np.bool_]:
-    """Return for every block whether it shares an element with another block of its tensor.
-
-    Args:
-        tensor: index of every block's tensor.
-        start, size: first index and extent of every block, ``[dims, blocks]``; none is empty.
-    """
+    """Return for every block whether it shares an element with another block of its tensor."""
     result = np.zeros(len(tensor), bool)
     for index, boxes, box, counts in _by_tensor(tensor, start, size):
         result[index] = ((counts > 1) | _meeting_pairs(boxes).any(0))[box]
@@ -27,12 +22,7 @@ def has_overlap(tensor: Array, start: Array, size: Array) -> NDArray[np.bool_]:
 
 
 def tensors_across_buckets(tensor: Array, start: Array, size: Array, bucket: Array) -> set[int]:
-    """Return the tensors that have an element in blocks of two different buckets.
-
-    Args:
-        tensor, bucket: index of every block's tensor and bucket.
-        start, size: first index and extent of every block, ``[dims, blocks]``.
-    """
+    """Return the tensors that have an element in blocks of two different buckets."""
     # The bucket is one more dim, so that equal blocks of two buckets are not merged into one box.
     labelled = np.concatenate([start, bucket[None]]), np.concatenate([size, np.ones_like(bucket)[None]])
     result = set()
@@ -47,10 +37,6 @@ def tensors_across_buckets(tensor: Array, start: Array, size: Array, bucket: Arr
 
 def cut_at_edges(tensor: Array, start: Array, size: Array) -> tuple[Array, Array, Array, Array]:
     """Cut overlapping blocks at each other's edges, so that two pieces of a tensor are either equal or disjoint.
-
-    Args:
-        tensor: index of every block's tensor.
-        start, size: first index and extent of every block, ``[dims, blocks]``.
 
     Returns:
         For every piece, in the order of the blocks: its block, its tensor, its first index and its extent.
@@ -71,10 +57,6 @@ def cut_at_edges(tensor: Array, start: Array, size: Array) -> tuple[Array, Array
 def distinct_blocks(tensor: Array, start: Array, size: Array) -> tuple[Array, Array, Array, Array]:
     """Drop blocks that repeat an equal block of their tensor.
 
-    Args:
-        tensor: index of every block's tensor.
-        start, size: first index and extent of every block, ``[dims, blocks]``.
-
     Returns:
         For every block that stays: its tensor, its first index, its extent, and the number of blocks equal to it,
         itself included.
@@ -90,10 +72,6 @@ def distinct_blocks(tensor: Array, start: Array, size: Array) -> tuple[Array, Ar
 def _by_tensor(tensor: Array, start: Array, size: Array) -> Iterator[tuple[Array, Array, Array, Array]]:
     """Yield the distinct boxes of every tensor that has blocks.
 
-    Args:
-        tensor: index of every block's tensor.
-        start, size: first index and extent of every block, ``[dims, blocks]``.
-
     Yields:
         The indices of the tensor's blocks; its distinct boxes, ``[2 * dims, boxes]``, starts above extents; the box of
         each of its blocks; the number of blocks of each box.
@@ -107,11 +85,7 @@ def _by_tensor(tensor: Array, start: Array, size: Array) -> Iterator[tuple[Array
 
 
 def _meeting_pairs(boxes: Array) -> NDArray[np.bool_]:
-    """Return for each pair of different boxes whether they share an element, ``[boxes, boxes]``.
-
-    Args:
-        boxes: first indices above extents, ``[2 * dims, boxes]``.
-    """
+    """Return ``[boxes, boxes]``: whether two different boxes, ``[2 * dims, boxes]``, share an element."""
     dims = len(boxes) // 2
     low, high = boxes[:dims], boxes[:dims] + boxes[dims:]
     result = ~np.eye(boxes.shape[1], dtype=bool)
@@ -121,16 +95,9 @@ def _meeting_pairs(boxes: Array) -> NDArray[np.bool_]:
 
 
 def _cut(block: Array, start: Array, size: Array) -> tuple[Array, Array, Array]:
-    """Cut blocks of one tensor wherever any of them starts or ends.
-
-    Args:
-        block: number of every block.
-        start, size: first index and extent of every block, ``[dims, blocks]``.
-
-    Returns:
-        For every piece: the number of its block, its first index and its extent.
-    """
+    """Cut blocks of one tensor wherever any starts or ends: return block, first index and extent of every piece."""
     edges = [np.unique([low, low + extent]) for low, extent in zip(start, size, strict=True)]
+    # By dim and block: the numbers of the edges at which the block starts and ends.
     first, last = (
         np.stack([np.searchsorted(edge, row) for edge, row in zip(edges, ends, strict=True)])
         for ends in (start, start + size)
@@ -140,6 +107,7 @@ def _cut(block: Array, start: Array, size: Array) -> tuple[Array, Array, Array]:
     place = np.repeat(np.arange(len(block)), counts)
     index = np.arange(len(place)) - np.repeat(np.cumsum(counts) - counts, counts)
     low, extent = np.empty((2, len(edges), len(place)), np.int64)
+    # The number of a piece in its block has the pieces along each dim as digits, the last dim fastest.
     for dim in reversed(range(len(edges))):
         index, digit = np.divmod(index, along[dim, place])
         at = first[dim, place] + digit

@@ -50,16 +50,7 @@ def balanced_owners(
 
 
 def _layouts(tensors: Any, owners: Any, source: Any) -> tuple[dict[str, Layout], dict[str, Layout]]:
-    """Return the layouts of sharded tensors and the layouts of the full tensors on their owners, each by name.
-
-    Args:
-        tensors: DTensors, ColoTensors or local shards by name.
-        owners: the global rank of every tensor's owner, by name.
-        source: layout of the local shards, or layouts by name.
-
-    Raises:
-        ArgumentError: an argument of another kind, or a tensor without an owner.
-    """
+    """Return the layouts of sharded tensors and the layouts of the full tensors on their owners, each by name."""
     by_name = named(tensors, "exchange_owned")
     if not isinstance(tensors, Mapping) or list(by_name) != list(tensors):
         raise ArgumentError("exchange_owned: tensors must be a mapping by name, and names must be strings")

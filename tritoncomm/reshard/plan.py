@@ -34,10 +34,10 @@ _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
 
 
 class Participants(NamedTuple):
-    """The ranks of a call.
+    """Ranks of a call.
 
     Attributes:
-        group: the process group; None for a plan that is only looked at.
+        group: None for a plan that is only looked at.
         ranks: global ranks of the group.
         position: position of this rank in the group.
     """
@@ -48,7 +48,7 @@ class Participants(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """The global rank of this process."""
+        """Global rank of this process."""
         return self.ranks[self.position]
 
 
@@ -57,8 +57,6 @@ class Item:
     """One tensor of a request.
 
     Attributes:
-        name: the tensor's name.
-        source, target: layouts before and after.
         dtype, result: dtypes before and after.
         has_grad: whether a gradient comes back.
     """
@@ -72,7 +70,7 @@ class Item:
 
     @property
     def carried(self) -> torch.dtype:
-        """The dtype of a tensor's elements on the wire: the smaller one of its dtypes before and after."""
+        """Dtype of a tensor's elements on the wire: the smaller one of its dtypes before and after."""
         return self.result if self.result.itemsize < self.dtype.itemsize else self.dtype
 
     @cached_property
@@ -93,7 +91,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Side:
-    """The blocks that a rank sends in one bucket, or the blocks that it receives, in the order of the wire.
+    """Blocks that a rank sends in one bucket, or receives, in the order of the wire.
 
     Attributes:
         tensor: index of every block's tensor.
@@ -155,12 +153,7 @@ class StayingBlocks:
     wire: Array
 
     def pick(self, index: Array, wire: Array) -> "StayingBlocks":
-        """Return some of the blocks, at other places of the staging memory.
-
-        Args:
-            index: numbers of the blocks.
-            wire: byte offset of each of them.
-        """
+        """Return the blocks ``index``, at the byte offsets ``wire`` of the staging memory."""
         return StayingBlocks(
             self.tensor[index], self.source[:, index], self.target[:, index], self.size[:, index], wire
         )
@@ -168,10 +161,9 @@ class StayingBlocks:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The tensors, or parts of tensors, that one exchange moves: a pack, one collective, an unpack.
+    """Tensors, or parts of tensors, that one exchange moves: a pack, one collective, an unpack.
 
     Attributes:
-        send, recv: what the rank sends and receives.
         staged: blocks that stay on the rank and go through the staging memory: few bytes, or summands of a sum. The
             pack puts them between the sent and the received bytes, and the unpack takes them, so they cost no launch.
         staged_bytes: bytes of the staged blocks, alignment included.
@@ -217,12 +209,10 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Everything that one rank sends, receives and copies, bucket by bucket.
+    """Sent, received and copied blocks of one rank, bucket by bucket.
 
     Attributes:
         items: the tensors, in the index space of their dense boxes.
-        ranks: global ranks of the group.
-        position: position of the rank in the group.
         buckets: the rank's part of every bucket.
         is_disjoint: no rank is both in a source and in a target layout.
         sums: whether received elements are summed, in the order of the senders.
@@ -261,7 +251,7 @@ class TransferPlan:
 
     @cached_property
     def staged_bytes(self) -> int:
-        """The most bytes of one bucket that stay on this rank and are copied through the staging memory."""
+        """Largest number of bytes of one bucket that stay on this rank and are copied through the staging memory."""
         return max((bucket.staged_bytes for bucket in self.buckets), default=0)
 
     @cached_property
@@ -318,23 +308,19 @@ class TransferPlan:
         return tensor, start, size
 
     def arrives(self, index: int) -> torch.dtype:
-        """Return the dtype of the memory that a tensor's elements arrive in.
-
-        It is the result's dtype. If several buckets add to the tensor it is fp32 (fp64 for fp64), rounded at the end.
-        """
+        """Return the dtype of the memory that a tensor's elements arrive in."""
         result = self.items[index].result
         if index not in self.accumulated:
             return result
+        # Several buckets add to the tensor: in fp32 or wider, rounded to the result's dtype at the end.
         return torch.float64 if result is torch.float64 else torch.float32
 
     @cached_property
     def bucket_launches(self) -> tuple[int, ...]:
-        """Number of kernel launches of every bucket: of its pack, its unpack and its direct copies.
-
-        Each takes one launch for all tensors whose dtype stays, and one for each pair of dtypes that is cast. Sums of
-        one pair of dtypes are in the launch of the copies, sums of another pair take one launch each. Sums to which
-        several buckets contribute take one more launch in each of these buckets.
-        """
+        """Number of kernel launches of every bucket: of its pack, its unpack and its direct copies."""
+        # One for all tensors whose dtype stays, and one for each pair of dtypes that is cast. Sums of one pair of
+        # dtypes are in the launch of the copies, sums of another pair take one each. Sums over several buckets take one
+        # more in each bucket.
         launches = []
         for bucket in self.buckets:
             packed = [self.items[i] for i in {*bucket.send.tensor.tolist(), *bucket.staged.tensor.tolist()}]
@@ -370,13 +356,9 @@ class TransferPlan:
     def summands(self, bucket: Bucket) -> tuple[Array, Array, Array]:
         """Cut the blocks that a bucket's unpack sums at each other's edges: two pieces are then equal or disjoint.
 
-        Equal pieces are summed. Pieces are in the order of their senders, which is the order of the summation.
-
-        Args:
-            bucket: the bucket.
-
         Returns:
-            For every piece: its block, numbered as in ``Bucket.unpacked``; its first index; its extent.
+            For every piece, in the order of the senders: its block, numbered as in ``Bucket.unpacked``; its first
+            index; its extent.
         """
         received = bucket.recv
         # The wire is in the order of the senders, so an offset tells the sender; staying blocks are this rank's.
@@ -384,6 +366,7 @@ class TransferPlan:
         order = np.argsort(np.concatenate([np.full_like(bucket.staged.tensor, self.position), senders]), kind="stable")
         tensor, start, size = bucket.unpacked
         block, _, start, size = cut_at_edges(tensor[order], start[:, order], size[:, order])
+        # The order of the senders is the order of the summation.
         return order[block], start, size
 
     @cached_property
@@ -397,11 +380,7 @@ class TransferPlan:
         return sum(len(bucket.direct.tensor) for bucket in self.buckets)
 
     def seconds(self, rates: Rates) -> tuple[float, float]:
-        """Predict the seconds of this rank's packs, unpacks and copies, and the seconds of its collectives.
-
-        Args:
-            rates: bandwidths and latencies of the prediction.
-        """
+        """Predict the seconds of this rank's packs, unpacks and copies, and the seconds of its collectives."""
         collectives = sum(
             collective_seconds("all-to-all", bucket.send.nbytes, len(self.ranks), rates, bucket.recv.nbytes)
             for bucket in self.buckets
@@ -410,11 +389,7 @@ class TransferPlan:
         return pass_seconds(self.bytes_copied, rates), collectives
 
     def text(self, rates: Rates) -> str:
-        """Return a plan as a table for people: buckets, messages, bytes, launches, memory and predicted time.
-
-        Args:
-            rates: bandwidths and latencies of the prediction.
-        """
+        """Return a plan as a table for people: buckets, messages, bytes, launches, memory and predicted time."""
         largest = max(int(self.sent.max()), int(self.received.max()))
         scale, unit = next((row for row in _UNITS if largest >= row[0]), _UNITS[-1])
 
@@ -451,28 +426,12 @@ class TransferPlan:
 
 
 def _copy_launches(dtypes: Sequence[tuple[torch.dtype, torch.dtype]]) -> int:
-    """Return the number of launches that copy tensors: one for all whose dtype stays, one per pair of cast dtypes.
-
-    Args:
-        dtypes: dtypes before and after of every tensor.
-    """
+    """Return the launches that copy tensors of these (before, after) dtypes: one without casts, one per cast pair."""
     return len({None if before is after else (before, after) for before, after in dtypes})
 
 
 def check_items(items: Sequence[Item], ranks: Sequence[int], name: str, grad: str) -> None:
-    """Check what every rank can check of a request's tensors: layouts that fit each other and the group, and casts.
-
-    Args:
-        items: the tensors.
-        ranks: global ranks of the group.
-        name: the calling function, for errors.
-        grad: whether gradients of replicas are equal (``replicated``) or are summed (``partial``).
-
-    Raises:
-        ShapeError: two layouts of one tensor have different shapes, or a source layout is no tiling.
-        GroupError: a rank of a layout is not in the group.
-        UnsupportedError: a cast, or a gradient to be summed, of anything but fp16, bf16, fp32 and fp64.
-    """
+    """Check what every rank can check of a request's tensors: layouts that fit each other and the group, and casts."""
     group, members = np.array(ranks, np.int64), set[Members]()  # the tensors of a model have few sets of ranks
     for item in items:
         if item.source.shape != item.target.shape:
@@ -501,12 +460,7 @@ def check_items(items: Sequence[Item], ranks: Sequence[int], name: str, grad: st
 
 
 def digest_of(items: Sequence[Item], options: tuple[Any, ...]) -> bytes:
-    """Return a 16-byte hash of tensors' names, layouts and dtypes and of options; ranks compare it to agree on a plan.
-
-    Args:
-        items: the tensors.
-        options: values that have to be equal on all ranks, too; hashed by their ``repr``.
-    """
+    """Return a 16-byte hash of tensors' names, layouts and dtypes, and of options, which ranks compare."""
     state = hashlib.blake2b(repr(options).encode(), digest_size=16)
     for item in items:
         state.update(

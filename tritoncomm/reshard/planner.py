@@ -41,7 +41,7 @@ _Held = dict[Layout, tuple[Array, int]]
 
 
 class _Assigned(NamedTuple):
-    """Where a tensor went.
+    """Assignment of a tensor.
 
     Attributes:
         index: number of the tensor.
@@ -59,19 +59,12 @@ def plan_transfers(
 ) -> TransferPlan:
     """Plan all messages and copies that bring tensors from their source to their target layouts, for one rank.
 
-    The plan has the blocks of this rank only, and takes time and memory by these. Where buckets end follows from the
-    bytes of classes of ranks.
-
     Args:
-        items: the tensors, checked by ``check_items``.
-        ranks: global ranks of the group.
-        position: position of this rank in the group.
         bucket_bytes: the most bytes that any rank may send, or receive, in one bucket.
         every_replica: each replica of a source sends, and the receivers sum.
-
-    Raises:
-        ArgumentError: a single element for every peer is more than ``bucket_bytes``.
     """
+    # The plan has the blocks of this rank only, and takes time and memory by these. All ranks get the same buckets,
+    # because the ends of these follow from the bytes of classes of ranks.
     planner = _Planner(tuple(map(_in_rows, items)), tuple(ranks), position, bucket_bytes, every_replica)
     for index in _interleaved(items):
         planner.add(index)
@@ -88,11 +81,10 @@ def _in_rows(item: Item) -> Item:
 
 
 def _interleaved(items: Sequence[Item]) -> list[int]:
-    """Order tensors so that the ranks of all pipeline stages send at the same time; return their indices.
-
-    The layers of a stage lie on the ranks of that stage, so in the order of the layers one stage after the other would
-    send. Here the tensors of each set of ranks are spread evenly over the order by their bytes.
-    """
+    """Order tensors so that the ranks of all pipeline stages send at the same time; return their indices."""
+    # The layers of a stage lie on the ranks of that stage, so in the order of the layers one stage after the other
+    # would send. The tensors of each set of ranks are spread evenly over the order by their bytes: each goes to its
+    # middle.
     totals: dict[tuple[Members, Members], int] = {}
     middles = []
     for item in items:
@@ -106,11 +98,7 @@ def _interleaved(items: Sequence[Item]) -> list[int]:
 
 
 def _all_routes(items: Sequence[Item], ranks: Sequence[int], every_replica: bool) -> _AllRoutes:
-    """Return the routes of all pairs of layouts that tensors have.
-
-    Args:
-        items, ranks, every_replica: as for ``plan_transfers``; boxes are dense.
-    """
+    """Return the routes of all pairs of layouts that tensors have; boxes are dense."""
     group = members_of(np.array(ranks, np.int64).tobytes())
     places: dict[Members, Array] = {}
     result: _AllRoutes = {}
@@ -126,18 +114,12 @@ def _all_routes(items: Sequence[Item], ranks: Sequence[int], every_replica: bool
 
 
 def _classes(items: Sequence[Item], routes: _AllRoutes, world: int) -> Classes:
-    """Return the classes of a group, whose ranks count as that one which sends, or receives, most of a tensor.
-
-    In a small group every rank is a class. In a large one, ranks that are in the same layouts are. Replicas that serve
-    different bytes are in different classes, unless there would be too many of these.
-
-    Args:
-        items: the tensors.
-        routes: the routes of all tensors.
-        world: number of ranks of the group.
-    """
+    """Return the classes of a group, whose ranks count as the one of them that sends, or receives, most of a tensor."""
+    # In a small group every rank is a class. In a large one a class has the ranks that are in the same layouts. Its
+    # bytes are bounds, which take no look at pairs of ranks.
     if world <= _SMALL_GROUP:
         return Classes(np.stack([np.arange(world)] * 2))
+    # Senders have the source layouts, receivers the target layouts.
     sides: tuple[_Held, _Held] = {}, {}
     for item in items:
         layouts = item.source, item.target
@@ -149,7 +131,9 @@ def _classes(items: Sequence[Item], routes: _AllRoutes, world: int) -> Classes:
         common = _refined(common, places, np.zeros_like(places))
     ranks = np.arange(world)
     single = _refined(common, ranks, ranks // -(-world // _MOST_RANKS))  # neighbours in a buffer hold the same tensors
+    # Ranks that divide a buffer hold different tensors: a class of them would count all of these for each.
     senders, receivers = (single if _is_uneven(held, common) else common for held in sides)
+    # Replicas that serve different bytes are in different classes, unless there would be too many of these.
     for holders, places in {each.source.holders: each.places[0] for each in routes.values() if each.has_table}.items():
         finer = _refined(senders, places[holders.owner], holders.nth)
         senders = finer if finer.max() < _MOST_CLASSES else senders
@@ -157,7 +141,7 @@ def _classes(items: Sequence[Item], routes: _AllRoutes, world: int) -> Classes:
 
 
 def _is_uneven(held: _Held, classes: Array) -> bool:
-    """Return whether ranks of a class hold their bytes of different tensors, as those that divide a buffer."""
+    """Whether ranks of a class hold their bytes of different tensors, as ranks that divide a buffer."""
     total, most = np.zeros(len(classes)), np.zeros(int(classes.max(initial=0)) + 1)
     for layout, (places, itemsize) in held.items():
         holders, of_class = layout.holders, np.zeros_like(most)
@@ -177,16 +161,13 @@ def _refined(classes: Array, places: Array, label: Array) -> Array:
         label: label of each of them.
     """
     result = classes.copy()
+    # Classes and labels as digits of one number, above all classes without a label; then numbered from 0.
     result[places] = (classes[places] + 1) * (int(label.max(initial=0)) + 1) * (int(classes.max()) + 2) + label
     return np.unique(result, return_inverse=True)[1]
 
 
 class _Planner:
-    """The state of a plan while tensors are added: open buckets with the bytes of ranks, and this rank's blocks.
-
-    Args:
-        items, ranks, position, bucket_bytes, every_replica: as for ``plan_transfers``; boxes are dense.
-    """
+    """State of a plan while tensors are added: open buckets with the bytes of ranks, and this rank's blocks."""
 
     def __init__(
         self, items: tuple[Item, ...], ranks: Ints, position: int, bucket_bytes: int, every_replica: bool
@@ -210,11 +191,7 @@ class _Planner:
         self.boxes: list[Array] = []  # start in the source, start in the target, and size of this rank's blocks
 
     def add(self, index: int) -> None:
-        """Add one tensor to the plan: choose senders, put its messages into buckets, and store this rank's blocks.
-
-        Args:
-            index: number of the tensor.
-        """
+        """Add tensor ``index``: choose its senders, put its messages into buckets, and store this rank's blocks."""
         item = self.items[index]
         routes, holders, table = self.routes[item.source, item.target], item.source.holders, None
         if routes.has_table:
@@ -229,15 +206,8 @@ class _Planner:
         self._note(index, routes, table, buckets)
 
     def _load_function(self, routes: Routes, table: Array | None, itemsize: int) -> Callable[[int], Array]:
-        """Return a function from a number of parts to the bytes of a rank of every class in a part, ``[classes]``.
-
-        In a small group the bytes are those of the largest part, else an upper bound.
-
-        Args:
-            routes: routes of the tensor.
-            table: its table of replicas.
-            itemsize: bytes of an element.
-        """
+        """Return a function from a number of parts to the bytes of a rank of every class in a part, ``[classes]``."""
+        # An upper bound in a large group; in a small one the bytes of the largest part.
         if self.world > _SMALL_GROUP:
             bounds = self.bounds.get(routes) or routes.bounds(self.classes, table)
             if table is None and self.uses[routes] > 1:
@@ -252,13 +222,7 @@ class _Planner:
     def _parts(self, item: Item, load: Array, load_of: Callable[[int], Array]) -> int:
         """Return the number of parts into which a tensor has to be divided for each part to fit into a bucket.
 
-        Args:
-            item: the tensor.
-            load: bytes per class of the undivided tensor.
-            load_of: returns the bytes per class of a part, of so many.
-
-        Raises:
-            ArgumentError: a single element for every peer is more than a bucket takes.
+        ``load`` are the bytes per class of the undivided tensor; ``load_of`` returns the bytes of one of so many parts.
         """
         parts, most = 1, item.source.elements
         while load.max() > self.limit:
@@ -275,11 +239,7 @@ class _Planner:
     def _with_room(self, load: Array, parts: int) -> list[int]:
         """Add the parts of a tensor to the first open buckets with room for them, one to each; return their numbers.
 
-        Without room, buckets are opened, each in place of the oldest one.
-
-        Args:
-            load: bytes of each part that a rank of every class has, ``[classes]``.
-            parts: number of parts.
+        ``load`` are the bytes of each part that a rank of every class has, ``[classes]``.
         """
         numbers, room = np.arange(max(self.count - _OPEN, 0), self.count), self.limit - load
         heaviest = load.argmax()  # where most full buckets are seen to be full
@@ -288,6 +248,7 @@ class _Planner:
         chosen = list(itertools.islice(fits, parts))
         for number in chosen:
             self.loaded[number % _OPEN] += load
+        # A new bucket takes the place of the oldest open one.
         opened = range(self.count, self.count + parts - len(chosen))
         for number in opened:
             self.loaded[number % _OPEN] = load
@@ -297,30 +258,20 @@ class _Planner:
     def _note(self, index: int, routes: Routes, table: Array | None, buckets: list[int]) -> None:
         """Store the blocks of one tensor that this rank sends, receives or keeps, for the plan that ``finish`` returns.
 
-        Stored are each block's bucket, tensor, sender, receiver, first index in the local tensor before and after, and
-        extent. A tensor in several parts is cut, and each part goes to its own bucket.
-
-        Args:
-            index: number of the tensor.
-            routes: its routes.
-            table: its table of replicas.
-            buckets: number of the bucket of every part of the tensor.
+        ``buckets`` has the bucket of every part of the tensor, which is cut into so many.
         """
         ends, boxes = self._blocks_of(routes, table)
         part = np.zeros(len(ends[0]), np.int64)
         if len(buckets) > 1:
             place, part, start, size = split_into_parts(np.zeros_like(boxes[2]), boxes[2], len(buckets))
             ends, boxes = ends[:, place], np.stack([boxes[0][:, place] + start, boxes[1][:, place] + start, size])
+        # By row: bucket, tensor, sender, receiver; first index in the local tensor before and after, extent.
         if len(part):
             self.flat.append(np.stack([np.array(buckets, np.int64)[part], np.full_like(part, index), *ends]))
             self.boxes.append(boxes)
 
     def _blocks_of(self, routes: Routes, table: Array | None) -> tuple[Array, Array]:
         """Return the blocks of one tensor that this rank sends, receives or keeps, sorted by region and target box.
-
-        Args:
-            routes: the tensor's routes.
-            table: its table of replicas.
 
         Returns:
             Sender and receiver of every block, ``[2, blocks]``; its first index in the local tensor before and after
@@ -377,24 +328,15 @@ class _Planner:
         )  # fmt: skip
 
     def _staged(self, blocks: StayingBlocks, sent: Side, received: Side) -> tuple[StayingBlocks, int, StayingBlocks]:
-        """Divide the blocks of a bucket that stay on this rank into staged and direct ones.
-
-        Blocks are staged if they are few bytes and the bucket has a pack and an unpack anyway, or if they are summed
-        with received blocks, which needs them in the staging memory whatever their size.
-
-        Args:
-            blocks: all blocks that stay.
-            sent, received: this rank's side of the bucket.
-
-        Returns:
-            The staged blocks, their bytes, and the direct blocks.
-        """
+        """Divide a bucket's staying blocks; return the staged ones, their bytes, and the direct ones."""
         nbytes = blocks.size.prod(0) * self.itemsizes[blocks.tensor] + (ALIGNMENT - 1) & -ALIGNMENT
+        # Few bytes are staged where the bucket has a pack and an unpack anyway.
         has_passes = self.every_replica or (sent.nbytes > 0 and received.nbytes > 0)
         is_staged = has_passes and nbytes.sum() <= min(_SMALL, self.limit)
         chosen = np.arange(len(nbytes) if is_staged else 0)
         if self.every_replica:
             pairs = (blocks.tensor, received.tensor), (blocks.target, received.start), (blocks.size, received.size)
+            # Blocks that are summed with received ones have to be in the staging memory whatever their size.
             is_summed = has_overlap(*(np.concatenate(pair, -1) for pair in pairs))[: len(nbytes)]
             chosen = np.union1d(chosen, np.nonzero(is_summed)[0])
         ends = np.cumsum(nbytes[chosen])
@@ -408,29 +350,29 @@ class _Planner:
     ) -> list[Side]:  # fmt: skip
         """Lay out the blocks that this rank sends, or receives, on the wire; return one side per bucket.
 
-        Blocks are ordered by peer, then by tensor. The blocks of one tensor start at a multiple of ``ALIGNMENT``.
-
         Args:
             start, size: first index and extent of every block in its local tensor, ``[dims, blocks]``.
-            bucket, tensor: bucket and tensor of every block.
             peer: position in the group of the rank on the other end.
             is_chosen: whether a block is sent (or received) by this rank; the other blocks are left out.
             count: number of buckets.
-
-        Returns:
-            For every bucket, the blocks in the order of the wire with their byte offsets, and the bytes of every peer.
         """
         chosen = np.nonzero(is_chosen)[0]
+        # The order of the wire: bucket, peer, tensor, and then the order of the blocks, which is equal on both ends.
         chosen = chosen[np.lexsort((tensor[chosen], peer[chosen], bucket[chosen]))]
         start, size = start[:, chosen], size[:, chosen]
         bucket, tensor, peer = bucket[chosen], tensor[chosen], peer[chosen]
         nbytes = size.prod(0) * self.itemsizes[tensor]
+        # ``group``: blocks of one tensor in one message. Only its bytes are aligned: their sum is padded, not each
+        # block.
         firsts, group = _runs(bucket, peer, tensor)
         exact = _totals_by(group, nbytes, len(firsts))
         aligned = exact + (ALIGNMENT - 1) & -ALIGNMENT
+        # Bytes of all blocks before, and padding of all groups before.
         wire = np.cumsum(nbytes) - nbytes + (np.cumsum(aligned - exact) - (aligned - exact))[group]
+        # ``message``: groups of one peer in one bucket.
         starts, message = _runs(bucket[firsts], peer[firsts])
         lengths, of_message = _totals_by(message, aligned, len(starts)), bucket[firsts][starts]
+        # Offsets begin at 0 in every bucket, whose wire is memory of its own.
         before = np.cumsum(_totals_by(of_message, lengths, count))
         wire -= np.concatenate([np.zeros(1, np.int64), before])[bucket]
         numbers = np.arange(count + 1)
@@ -454,18 +396,13 @@ def _runs(*keys: Array) -> tuple[Array, Array]:
 def _load_of(sender: Array, receiver: Array, nbytes: Array, world: int, is_single: bool) -> Array:
     """Sum the bytes that every rank sends, and that every rank receives, of one tensor: return ``[2, world]``.
 
-    The bytes of each pair of ranks are rounded up to a multiple of ``ALIGNMENT``.
-
-    Args:
-        sender, receiver: positions of the ranks of every block.
-        nbytes: bytes of every block.
-        world: number of ranks.
-        is_single: no pair of ranks has two blocks.
+    ``is_single``: no pair of ranks has two blocks.
     """
     if not is_single:
         pair, inverse = np.unique(sender * world + receiver, return_inverse=True)
         nbytes = _totals_by(inverse, nbytes, len(pair))
         sender, receiver = np.divmod(pair, world)
+    # Per pair of ranks, as on the wire: the blocks of a tensor in a message are aligned together.
     nbytes = nbytes + (ALIGNMENT - 1) & -ALIGNMENT
     return np.stack([_totals_by(place, nbytes, world) for place in (sender, receiver)])
 
@@ -473,13 +410,7 @@ def _load_of(sender: Array, receiver: Array, nbytes: Array, world: int, is_singl
 def _totals(
     items: tuple[Item, ...], ranks: Ints, every_replica: bool, assigned: Sequence[_Assigned], count: int
 ) -> Totals:
-    """Count the bytes and messages of all ranks of a plan.
-
-    Args:
-        items, ranks, every_replica: as for ``plan_transfers``; boxes are dense.
-        assigned: where the tensors went.
-        count: number of buckets.
-    """
+    """Count the bytes and messages of all ranks of a plan; ``assigned`` has the tensors' buckets."""
     world, routes = len(ranks), _all_routes(items, ranks, every_replica)
     loads, lacking = np.zeros((count, 2, world), np.int64), np.zeros(world, np.int64)
     pairs: list[dict[int, Array]] = [{} for _ in range(count)]  # of every bucket, by the routes that have them
@@ -491,6 +422,7 @@ def _totals(
         for part, bucket in enumerate(buckets):
             piece = first_of_part(volume, len(buckets), part + 1) - first_of_part(volume, len(buckets), part)
             loads[bucket] += _load_of(sender, receiver, piece * itemsize, world, each.is_single)
+            # Whole tensors with the same routes have messages between the same ranks, so these are counted once.
             key = index if table is not None or len(buckets) > 1 else -1 - id(each)
             pairs[bucket].setdefault(key, (sender * world + receiver)[piece > 0])
     messages, none = np.zeros(world, np.int64), np.empty(0, np.int64)

@@ -45,12 +45,9 @@ either every rank of a call compares digests or none does.
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of one call.
+    """Arguments of one call.
 
     Attributes:
-        name: the calling function, for messages.
-        participants: the ranks of the call.
-        bucket_bytes, grad: as for ``reshard``.
         items: layouts and dtypes of every tensor.
         tensors: local source tensors of this rank.
         outs: local tensors to write into; empty without ``out``.
@@ -83,20 +80,12 @@ class Request:
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """The key under which a plan is cached: all arguments that the plan depends on, equal on all ranks."""
+        """Key under which a plan is cached: all arguments that the plan depends on, equal on all ranks."""
         return self.bucket_bytes, self.grad, self.name, self.moving  # the name, as in the digest
 
 
 def participants_of(group: GroupLike | None, name: str) -> Participants:
-    """Return the ranks of a group; without a group, all ranks of the job.
-
-    Args:
-        group: the group.
-        name: the calling function, for errors.
-
-    Raises:
-        GroupError: there is no such group.
-    """
+    """Return the ranks of a group; without a group, all ranks of the job."""
     process_group = dist.group.WORLD if group is None else groups.as_group(group, name)
     if process_group is None:
         raise GroupError(f"{name}: torch.distributed is not initialized; call tritoncomm.initialize() or pass a group")
@@ -115,18 +104,7 @@ def parse(
     dtype: Any = None,
     out: Any = None,
 ) -> Request:
-    """Read and check the arguments of a call, and return them as a request.
-
-    An error of a local tensor (another shape, no memory, ...) is returned in the request.
-
-    Args:
-        name: the calling function.
-        participants: the ranks of the call.
-        tensors, source, target, bucket_bytes, grad, dtype, out: as for ``reshard``.
-
-    Raises:
-        CommError: an argument that cannot be read.
-    """
+    """Read and check the arguments of a call, and return them as a request."""
     by_name = named(tensors, name)
     if grad not in ("replicated", "partial"):
         raise ArgumentError(f"{name}: grad must be replicated or partial, not {grad!r}")
@@ -164,6 +142,7 @@ def parse(
         shapes.append((None if is_dtype else source_shape, target_shape))
         sources.append((x, local))
         wraps.append(wrap)
+    # An error of a local tensor (another shape, no memory, ...) is returned in the request; see ``Request.error``.
     error: CommError | None = None
     try:
         check_locals(items, shapes, sources, outs, name, participants.rank, has_data=not is_plan)
@@ -186,15 +165,7 @@ def parse(
 
 
 def named(tensors: Any, name: str) -> dict[str, Any]:
-    """Return tensors, or their dtypes, by name: a sequence by its indices, a single one as ``tensor``.
-
-    Args:
-        tensors: one, a sequence, or a mapping.
-        name: the calling function, for errors.
-
-    Raises:
-        ArgumentError: ``tensors`` is of another kind, or two names are equal as text.
-    """
+    """Return tensors, or their dtypes, by name: a sequence by its indices, a single one as ``tensor``."""
     if isinstance(tensors, Tensor | torch.dtype):
         return {"tensor": tensors}
     if isinstance(tensors, list | tuple):
@@ -213,16 +184,7 @@ def named(tensors: Any, name: str) -> dict[str, Any]:
 
 
 def _per_tensor(values: Any, names: Sequence[str], name: str) -> Mapping[str, Any]:
-    """Return one argument's value for every tensor, by the tensor's name.
-
-    Args:
-        values: a mapping by name, a list by position, or one value for all tensors.
-        names: names of the tensors.
-        name: the calling function, for errors.
-
-    Raises:
-        ArgumentError: a tensor has no value.
-    """
+    """Return an argument's value for every tensor by name, from a mapping, a list by position, or one value."""
     if isinstance(values, list):
         if len(values) != len(names):
             raise ArgumentError(f"{name}: {len(values)} entries for {len(names)} tensors")
@@ -236,7 +198,7 @@ def _per_tensor(values: Any, names: Sequence[str], name: str) -> Mapping[str, An
 
 
 def is_dtensor(x: Any) -> bool:
-    """Return whether a value is a DTensor: has ``device_mesh`` and ``placements``. Torch's DTensor is not imported."""
+    """Whether a value is a DTensor: has ``device_mesh`` and ``placements``. Torch's DTensor is not imported."""
     return hasattr(x, "device_mesh") and hasattr(x, "placements")
 
 
@@ -250,18 +212,7 @@ def local_of(tensor: Any) -> Tensor:
 
 
 def source_of(tensor: Any, layout: Any, name: str, key: str) -> Layout:
-    """Return the source layout of a tensor: the given one, or the tensor's own.
-
-    Args:
-        tensor: a tensor, DTensor or ColoTensor.
-        layout: the given layout; None for a DTensor or ColoTensor.
-        name: the calling function, for errors.
-        key: name of the tensor, for errors.
-
-    Raises:
-        ArgumentError: a plain tensor without a layout, or ``layout`` is no ``Layout``.
-        UnsupportedError: a DTensor with partial placements.
-    """
+    """Return the source layout of tensor ``key``: ``layout``, or else the tensor's own, of a DTensor or ColoTensor."""
     if isinstance(layout, Layout):
         return layout
     if layout is None and is_dtensor(tensor):
@@ -281,12 +232,6 @@ def _target_of(target: Any, shape: Ints, name: str, key: str) -> tuple[Layout, W
     Args:
         target: a ``Layout``; ``(mesh, placements)``, for a DTensor; or an object with ``reshard_layout(shape)`` and
             ``reshard_wrap(local, shape)``, such as a ``ColoTensorSpec``.
-        shape: shape of the global tensor.
-        name: the calling function, for errors.
-        key: name of the tensor, for errors.
-
-    Raises:
-        ArgumentError: ``target`` is of another kind.
     """
     if isinstance(target, Layout):
         return target, None
@@ -303,14 +248,7 @@ def _target_of(target: Any, shape: Ints, name: str, key: str) -> tuple[Layout, W
 
 
 def _as_dtensor(local: Tensor, mesh: Any, placements: Any, shape: Ints) -> Any:
-    """Wrap a local result in a DTensor; return it as it is on a rank outside of the mesh, where backward needs it.
-
-    Args:
-        local: the local result.
-        mesh: a torch ``DeviceMesh``.
-        placements: the DTensor's placements.
-        shape: shape of the global tensor.
-    """
+    """Wrap a local result in a DTensor; return it as it is on a rank outside of the mesh, where backward needs it."""
     if mesh.get_coordinate() is None:
         return local
     # Imported here because it takes as long as everything else, and only users of DTensors have it anyway.
@@ -327,19 +265,10 @@ def check_locals(
     """Check this rank's source tensors, and the tensors to write results into, against layouts, dtypes and memory.
 
     Args:
-        items: layouts and dtypes of every tensor.
         shapes: shapes of every local tensor before and after.
         sources: every source tensor as the caller passed it, and its local tensor.
         outs: every tensor to write into, and its local tensor; empty without ``out``.
-        name: the calling function, for errors.
-        rank: this global rank, for errors.
         has_data: whether source tensors need memory.
-
-    Raises:
-        ShapeError: a local tensor has another shape, or a DTensor or ColoTensor another layout.
-        ArgumentError: a value that is no tensor, another dtype, a gradient that the plan has not, or memory that is
-            missing or cannot be written.
-        UnsupportedError: a tensor is inside a function transform or traced.
     """
     if outs:
         for item, (_, shape), (x, local) in zip(items, shapes, outs, strict=True):
@@ -367,20 +296,7 @@ def check_locals(
 
 
 def _check_result(out: Any, local: Any, item: Item, shape: Ints | None, name: str, rank: int) -> None:
-    """Check one tensor of this rank to write a result into.
-
-    Args:
-        out: the tensor, DTensor or ColoTensor.
-        local: its local tensor.
-        item: layouts and dtypes of the source tensor.
-        shape: shape of the target layout's local tensor; None if the layout has no part on this rank.
-        name: the calling function, for errors.
-        rank: this global rank, for errors.
-
-    Raises:
-        ShapeError: the local tensor has another shape, or a DTensor or ColoTensor another layout.
-        ArgumentError: the value is no tensor, has another dtype, or its memory cannot be written.
-    """
+    """Check a tensor of this rank to write a result into; ``shape`` is None if the target has no part here."""
     key = f"out {item.name}"
     label = f"{name}: {key}"
     if not isinstance(local, Tensor):
@@ -402,36 +318,14 @@ def _check_result(out: Any, local: Any, item: Item, shape: Ints | None, name: st
 
 
 def _check_own_layout(tensor: Any, layout: Layout, name: str, key: str) -> None:
-    """Check that a DTensor or a ColoTensor has the layout of the plan; its local shape may be equal in another one.
-
-    Args:
-        tensor: the DTensor or ColoTensor.
-        layout: the layout of the plan.
-        name: the calling function, for errors.
-        key: name of the tensor, for errors.
-
-    Raises:
-        ShapeError: the tensor has another layout.
-        UnsupportedError: the tensor has partial placements.
-    """
+    """Check that a DTensor or a ColoTensor has the layout of the plan; its local shape may be equal in another one."""
     own = source_of(tensor, None, name, key)
     if own != layout:
         raise ShapeError(f"{name}: {key} is laid out as {own}, not as {layout}")
 
 
 def _refuse_shape(x: Tensor, shape: Ints | None, name: str, key: str, rank: int) -> None:
-    """Reject a local tensor whose shape is not that of its layout; accept an empty one on a rank without a part.
-
-    Args:
-        x: the local tensor.
-        shape: the layout's local shape; None if the layout has no part on this rank.
-        name: the calling function, for errors.
-        key: name of the tensor, for errors.
-        rank: this global rank, for errors.
-
-    Raises:
-        ShapeError: the layout has another shape there, or no part and the tensor has elements.
-    """
+    """Reject a local tensor of another shape than its layout's; accept an empty one on a rank without a part."""
     if shape is not None:
         raise ShapeError(f"{name}: {key} is {list(x.shape)} on rank {rank}, but its layout has {list(shape)} there")
     if x.numel():
@@ -442,16 +336,7 @@ def _refuse_shape(x: Tensor, shape: Ints | None, name: str, key: str, rank: int)
 
 
 def _check_apart(names: Sequence[str], outs: Sequence[Tensor], name: str) -> None:
-    """Check that no two tensors to write into share an element.
-
-    Args:
-        names: names of the tensors.
-        outs: the tensors.
-        name: the calling function, for errors.
-
-    Raises:
-        ArgumentError: two tensors share an element.
-    """
+    """Check that no two tensors to write into share an element."""
     # Sorted by address, so that only neighbours are compared: a state dict has thousands of tensors.
     starts = [(x.data_ptr(), key, x) for key, x in zip(names, outs, strict=False) if x.numel()]
     open_ends: list[tuple[int, str, Tensor]] = []  # tensors that end after the next one begins
@@ -464,15 +349,7 @@ def _check_apart(names: Sequence[str], outs: Sequence[Tensor], name: str) -> Non
 
 
 def _check_memory(x: Tensor, label: str) -> None:
-    """Check that a local tensor has memory of its own, which was not freed (as FSDP frees parameters) or made smaller.
-
-    Args:
-        x: the local tensor.
-        label: the calling function and the tensor's name, for errors.
-
-    Raises:
-        ArgumentError: the tensor has no memory, or is a subclass whose data lies in another tensor.
-    """
+    """Check that a local tensor has memory of its own, which was not freed (as FSDP does) or made smaller."""
     if type(x) in _PLAIN:
         is_simple = x.is_contiguous() and not x.storage_offset()  # nearly always; 0.2 us less for each of many tensors
         if not (is_simple and x.untyped_storage().nbytes() >= x.nbytes) and not has_memory(x, extent_of(x)):
@@ -487,15 +364,13 @@ def _check_memory(x: Tensor, label: str) -> None:
 
 
 def _may_overlap_itself(x: Tensor) -> bool:
-    """Return whether two elements of a tensor may share memory: a stride lies within the reach of the smaller ones.
-
-    True also for some tensors whose strides interleave without a shared element.
-    """
+    """Whether two elements of a tensor may share memory: a stride lies within the reach of the smaller ones."""
     if not x.numel():
         return False
     # With strides in ascending order, each has to step over everything that the smaller ones reach.
     reach = 0
     for step, size in sorted((step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        # Also where strides interleave without a shared element.
         if step <= reach:
             return True
         reach += step * (size - 1)
@@ -503,11 +378,7 @@ def _may_overlap_itself(x: Tensor) -> bool:
 
 
 def executor_for(request: Request) -> Executor:
-    """Return the executor of a request: a cached one, or a new one whose digest all ranks of the group agree on.
-
-    Raises:
-        CommError: the request's own error, layouts that do not fit, or the error or other plan of another rank.
-    """
+    """Return the executor of a request: a cached one, or a new one whose digest all ranks of the group agree on."""
     name, participants, error = request.name, request.participants, request.error
     group, ranks = participants.group, participants.ranks
     plans = OrderedDict() if group is None else _plans.get(group) or _plans.set(group, OrderedDict())
@@ -544,7 +415,7 @@ def executor_for(request: Request) -> Executor:
 
 
 def is_kept(group: ProcessGroup, key: tuple[Any, ...], executor: Executor) -> bool:
-    """Return whether the group still has this plan, and mark it as used, as a call that reads its arguments does."""
+    """Whether the group still has this plan; mark it as used, as a call that reads its arguments does."""
     plans = _plans.get(group)
     if plans is None or plans.get(key) is not executor:
         return False
@@ -554,15 +425,7 @@ def is_kept(group: ProcessGroup, key: tuple[Any, ...], executor: Executor) -> bo
 
 @contextmanager
 def refusing(participants: Participants, name: str) -> Iterator[None]:
-    """Context manager: an error of this rank's arguments raises on the ranks that make a plan meanwhile, too.
-
-    Args:
-        participants: the ranks of the call.
-        name: the calling function, for messages.
-
-    Raises:
-        CommError: the error itself, after the other ranks of the group have heard of it.
-    """
+    """Raise an error of this rank's arguments on the ranks that make a plan meanwhile, too."""
     try:
         yield
     except CommError as error:
@@ -574,24 +437,15 @@ def refusing(participants: Participants, name: str) -> Iterator[None]:
 
 
 def _report(name: str, group: ProcessGroup, tensors: Sequence[Tensor], plan: str, error: CommError | None) -> None:
-    """Report that this rank calls without a cached plan to the observer: to the flight record and to check mode.
+    """Report to the flight record and to check mode that this rank calls without a cached plan.
 
-    Check mode compares the report with the calls of the other ranks, so that ranks with a cached plan raise, too.
-    Without an observer nothing happens.
-
-    Args:
-        name: the calling function.
-        group: the group of the call.
-        tensors: local tensors, for the text of the call.
-        plan: "new" for a plan that ``agree`` compares afterwards, or the reason why there is none.
-        error: the error of this rank, if any; raised in place of the observer's.
-
-    Raises:
-        CommError: ``error``, or in check mode a difference between ranks.
+    ``plan`` is "new" for a plan that ``agree`` compares afterwards, or the reason why there is none.
     """
     if not record.is_observed():
         return
     try:
+        # Check mode compares this with the calls of the other ranks, so that ranks with a cached plan raise, too. This
+        # rank's own error is raised in place of that difference.
         _range = record.begin(name, "reshard", group, list(tensors), (plan,))
         record.add(name, "view", 0, 0, record.now(), calls=0)
     except CommError:

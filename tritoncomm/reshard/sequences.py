@@ -84,15 +84,7 @@ def sequence_layout(
 def _layouts(
     x: Any, source: Any, target: Any, dim: Any, cu_seqlens: Any, ranks: Ints
 ) -> tuple[dict[str, Layout], dict[str, Layout]]:
-    """Return the source and the target layouts of all sequence-sharded tensors of a call, by the tensors' names.
-
-    Args:
-        x, source, target, dim, cu_seqlens: as for ``sequence_layout``.
-        ranks: global ranks of the group.
-
-    Raises:
-        CommError: an argument that cannot be read; see ``sequence_layout``.
-    """
+    """Return the source and the target layouts of all sequence-sharded tensors of a call, by the tensors' names."""
     common = None if cu_seqlens is None else bounds_of(cu_seqlens, _NAME)
     divisions = _division(source, common, "source"), _division(target, common, "target")
     layouts: tuple[dict[str, Layout], dict[str, Layout]] = ({}, {})
@@ -114,14 +106,7 @@ def _layouts(
 def _division(side: Any, common: Ints | None, what: str) -> tuple[str, Ints | None]:
     """Read one side of a call: return the kind of its layout and the boundaries of its packed sequences, if any.
 
-    Args:
-        side: a kind, or ``(kind, cu_seqlens)``.
-        common: the boundaries of a side that has no boundaries of its own.
-        what: ``source`` or ``target``, for errors.
-
-    Raises:
-        ArgumentError: there is no such kind, or boundaries are no ints.
-        ShapeError: boundaries do not start with 0, or descend.
+    ``common`` are the boundaries of a side that has none of its own; ``what`` is ``source`` or ``target``, for errors.
     """
     kind, bounds = side, common
     if isinstance(side, tuple) and len(side) == 2:

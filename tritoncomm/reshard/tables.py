@@ -23,7 +23,7 @@ Table = tuple[Ints, Segments]
 
 
 class StridedPair(NamedTuple):
-    """A block that stays on its rank, as a strided view of its tensor and one of its result.
+    """Block that stays on its rank, as a strided view of its tensor and one of its result.
 
     Attributes:
         tensor: index of the tensor.
@@ -61,13 +61,7 @@ class Blocks(NamedTuple):
         return Blocks(*(array[..., index] for array in self))
 
     def cut(self, block: Array, start: Array, size: Array, dtypes: Sequence[torch.dtype]) -> "Blocks":
-        """Return pieces of blocks as blocks of their own, at the pieces' places on the wire.
-
-        Args:
-            block: the block that every piece is cut from.
-            start, size: first index and extent of every piece, ``[dims, pieces]``.
-            dtypes: dtype of every tensor on the wire.
-        """
+        """Return pieces ``[dims, pieces]`` of the blocks ``block`` as blocks, at their places on the wire."""
         whole = self.pick(block)
         itemsize = np.array([dtype.itemsize for dtype in dtypes], np.int64)[whole.tensor]
         wire = whole.wire + ((start - whole.start) * whole.gaps).sum(0) * itemsize
@@ -75,13 +69,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(side: Side | StayingBlocks, start: Array, shift: int = 0) -> Blocks:
-    """Return the blocks of a side of a bucket, or blocks that stay, each contiguous on the wire.
-
-    Args:
-        side: the blocks.
-        start: first index of every block in its local tensor, ``[dims, blocks]``.
-        shift: bytes added to every offset on the wire.
-    """
+    """Return the blocks of a side, or blocks that stay, each contiguous on the wire, ``shift`` bytes further."""
     gaps = np.ones_like(side.size)
     gaps[:-1] = side.size[:0:-1].cumprod(0)[::-1]
     return Blocks(side.tensor, start, side.size, side.wire + shift, gaps)
@@ -95,10 +83,7 @@ def concatenated(*groups: Blocks) -> Blocks:
 def table_of(blocks: Blocks, strides: Strides, dtypes: Sequence[torch.dtype]) -> Table | None:
     """Convert blocks to the segments of a copy kernel, in the order of the blocks; None without blocks.
 
-    Equal blocks of a tensor become segments with equal rows, wherever they are on the wire.
-
     Args:
-        blocks: the blocks.
         strides: strides of all tensors, in elements.
         dtypes: dtypes of all tensors on the wire.
     """
@@ -117,14 +102,6 @@ def table_of(blocks: Blocks, strides: Strides, dtypes: Sequence[torch.dtype]) ->
 def _segment_rows(blocks: Blocks, steps: Array, itemsize: Array) -> list[Array]:
     """Convert blocks to segments of equidistant rows; return a column of values per field of a segment.
 
-    Dims that one stride walks in the tensor are merged. One stride walks them on the wire, too, because a dim that a
-    block has in full has its full extent there.
-
-    Args:
-        blocks: the blocks.
-        steps: strides of every block's tensor, ``[dims, blocks]``.
-        itemsize: bytes of an element of every block on the wire.
-
     Returns:
         Of every segment: its block, the element offset in the tensor, the number of rows, the elements of a row, the
         stride of the rows, the byte offset on the wire, the stride of the rows there.
@@ -140,6 +117,8 @@ def _segment_rows(blocks: Blocks, steps: Array, itemsize: Array) -> list[Array]:
     top = np.zeros(count, np.int64)
     for dim in reversed(range(len(blocks.size))):
         length, stride = blocks.size[dim], steps[dim]
+        # Dims that one stride walks in the tensor are merged. One stride walks them on the wire, too, because a dim
+        # that a block has in full has its full extent there.
         joins = (length == 1) | (stride == extent[top, columns] * step[top, columns])
         extent[top, columns] *= np.where(joins, length, 1)
         opens = np.nonzero(~joins)[0]
@@ -162,10 +141,6 @@ def _segment_rows(blocks: Blocks, steps: Array, itemsize: Array) -> list[Array]:
 def copies_of(pairs: Sequence[StridedPair], dtypes: Sequence[torch.dtype]) -> tuple[Ints, Copies] | None:
     """Convert pairs of views to one table of direct copies; None without pairs, or if the table would be too long.
 
-    Args:
-        pairs: blocks that stay.
-        dtypes: dtypes of all results.
-
     Returns:
         The tensors that the table refers to, and the table.
     """
@@ -182,12 +157,7 @@ def copies_of(pairs: Sequence[StridedPair], dtypes: Sequence[torch.dtype]) -> tu
 
 
 def pairs_of(blocks: StayingBlocks, strides: tuple[Strides, Strides]) -> list[StridedPair]:
-    """Convert blocks that stay to pairs of strided views.
-
-    Args:
-        blocks: the blocks.
-        strides: strides of all tensors before and after, in elements.
-    """
+    """Convert blocks that stay to pairs of strided views; strides are those before and after."""
     pairs: list[StridedPair] = []
     starts = zip(blocks.source.T.tolist(), blocks.target.T.tolist(), strict=True)
     for tensor, extent, start in zip(blocks.tensor.tolist(), blocks.size.T.tolist(), starts, strict=True):

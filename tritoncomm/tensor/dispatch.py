@@ -37,7 +37,7 @@ _OTHER_NAMES = {
     "axis": "dim", "keepdims": "keepdim", "axis0": "dim0", "axis1": "dim1", "split_size": "split_size_or_sections",
     "ord": "p",
 }  # fmt: skip
-"""Torch's names of arguments by their aliases: numpy's, or those of one form of an operator."""
+"""Torch's names of arguments by their aliases: numpy's names, or the names of one form of an operator."""
 
 _warned: set[str] = set()
 

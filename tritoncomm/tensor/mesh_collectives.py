@@ -134,7 +134,7 @@ def _all_to_all(x: Tensor, collective: MeshCollective) -> Tensor:
 
 def _all_reduce(x: Tensor, collective: MeshCollective) -> Tensor:
     result = eager.all_reduce(x, collective.members.group, collective.name)
-    # Gloo's thread may outlive every other reference to what it reduced, and must not end the graph and its group.
+    # Gloo's thread may hold the last reference to the reduced tensor, and must not end the graph and its group.
     return result if collective.backward or result is x else result.detach()
 
 

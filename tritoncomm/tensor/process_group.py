@@ -72,7 +72,7 @@ class ProcessGroup:
     def from_device_mesh(
         cls, mesh: TorchMesh, tp_axis: str | int | None = None, dp_axis: str | int | None = None
     ) -> "ProcessGroup":
-        """The groups of a torch mesh; by default its last axis is tensor-parallel and the one before data-parallel.
+        """Take the groups of a torch mesh; by default its last axis is tensor-parallel, the one before data-parallel.
 
         Raises:
             GroupError: ranks that do not ascend along an axis, or a mesh that is not data-parallel rows of
@@ -95,7 +95,7 @@ class ProcessGroup:
 
     @classmethod
     def over_device_mesh(cls, mesh: TorchMesh) -> "ProcessGroup":
-        """All ranks of a torch mesh, in row-major order, as one tensor-parallel group; only they call.
+        """Take all ranks of a torch mesh, in row-major order, as one tensor-parallel group; only they call.
 
         Raises:
             GroupError: the ranks do not ascend, or no process group over all of them exists.

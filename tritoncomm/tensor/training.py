@@ -127,7 +127,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` by the norm of the global gradients, each counted once.
+    """Run ``torch.nn.utils.clip_grad_norm_`` by the norm of the global gradients, each counted once.
 
     All tensor-parallel ranks call; each group all-reduces one number (all-gathers it for the orders inf and -inf). A
     NaN of any rank makes the norm NaN. Gradients are scaled in place by ``max_norm / (norm + 1e-6)`` if that is less

@@ -75,8 +75,8 @@ def _target(arguments: Sequence[Any], names: dict[str, Any]) -> tuple[int, ...] 
 
 def _dims_by_size_before(shape: Sequence[int]) -> dict[int, int]:
     """Return the dims of more than one element by the number of elements of all dims before them."""
-    # Dims of two shapes with one key are the first of their merged or split dims: (2, 3, 4) has ``{1: 0, 2: 1, 6: 2}``
-    # and (6, 2, 2) has ``{1: 0, 6: 1, 12: 2}``, so dim 0 becomes dim 0, and dim 2 becomes dim 1.
+    # Dims of two shapes with one key are the first of their merged or split dims. (2, 3, 4) has ``{1: 0, 2: 1, 6: 2}``
+    # and (6, 2, 2) has ``{1: 0, 6: 1, 12: 2}``: dim 0 becomes dim 0, and dim 2 becomes dim 1.
     return {math.prod(shape[:dim]): dim for dim, size in enumerate(shape) if size > 1}
 
 
