@@ -24,7 +24,6 @@ class AddressMap:
         outer: number of rows.
         row: number of elements of a row.
         run: number of elements of a row that go to one rank; with sizes, of the largest one.
-        world: number of ranks.
         even: whether every rank gets the same number of elements.
         is_view: whether a contiguous tensor already is the wire, without a copy.
         lengths: number of elements of a row per rank; None where the dim is split as ``torch.chunk`` does.
@@ -42,17 +41,11 @@ class AddressMap:
     def along(shape: Sequence[int], dim: int, world: int, sizes: Ints | None = None) -> "AddressMap":
         """Return the map that splits dim ``dim`` of a tensor of ``shape`` over ``world`` ranks.
 
-        Maps without ``sizes`` are cached; lists of sizes change from call to call.
-
-        ``sizes`` is the size of the dim on each rank. Without it the dim is split as ``torch.chunk`` does: 9 over 4 is
-        3, 3, 3, 0.
-
-        Raises:
-            ShapeError: ``shape`` has no such dim, or ``sizes`` do not add up to it.
-
         Example:
             ``AddressMap.along((2, 6), 1, 3)`` has outer 2, row 6, run 2, world 3.
         """
+        # Sizes change from call to call: their maps would only evict the others. So __wrapped__ computes them past the
+        # cache.
         return (_along if sizes is None else _along.__wrapped__)(tuple(shape), dim, world, sizes)
 
 
@@ -63,6 +56,7 @@ def _along(shape: Ints, dim: int, world: int, sizes: Ints | None) -> AddressMap:
     inner = math.prod(shape[dim + 1 :])
     outer, row = math.prod(shape[:dim]), shape[dim] * inner
     if sizes is None:
+        # The dim is split as torch.chunk does: 9 over 4 is 3, 3, 3, 0, and the last rank's part of the wire is padding.
         run = -(-shape[dim] // world) * inner
         even = run * world == row
         return AddressMap(outer, row, run, world, even, outer == 1 and even)
@@ -73,16 +67,10 @@ def _along(shape: Ints, dim: int, world: int, sizes: Ints | None) -> AddressMap:
 
 @lru_cache(maxsize=8192)
 def wire_layout(shape: Ints, stride: Ints, dim: int, world: int) -> tuple[bool, tuple[Ints, Ints] | None]:
-    """Describe the wire of a tensor that is split evenly along ``dim``.
+    """Return (whether the tensor already is the wire, layout of the wire) for an even split.
 
-    Args:
-        shape, stride: shape and strides of the tensor.
-        dim: split dim.
-        world: number of ranks.
-
-    Returns:
-        Whether the tensor already is in rank order; (shape of the wire ``[world, *shape[:dim], shape[dim]/world,
-        *shape[dim+1:]]``, strides that read the tensor in that order), or None if the dim does not divide.
+    The layout is a shape, ``[world, *shape[:dim], shape[dim]/world, *shape[dim+1:]]``, and strides that read the tensor
+    in that order; None for an uneven split.
     """
     dim = normalize_dim(shape, dim)
     if shape[dim] % world:
@@ -95,17 +83,10 @@ def wire_layout(shape: Ints, stride: Ints, dim: int, world: int) -> tuple[bool, 
 
 @lru_cache(maxsize=8192)
 def gathered_layout(shape: Ints, dim: int, world: int) -> tuple[Ints, Ints, Ints | None, int] | None:
-    """Describe how to read a contiguous, even wire in the order of the gathered tensor.
+    """Return (size, strides, shards, row): how to read a contiguous, even wire as a gathered tensor of ``shape``.
 
-    Args:
-        shape: shape of the gathered tensor.
-        dim: dim along which the ranks' shards are concatenated.
-        world: number of ranks.
-
-    Returns:
-        None if the dim does not divide, or the wire already is in that order. Else size and strides of a view of the
-        wire; shape of the wire as one shard per rank, or None if each rank has one index of the dim, so that no two
-        dims of the view have to be merged; number of elements of a row of the gathered tensor.
+    None if the dim does not divide, or the wire already is in that order. ``size`` and ``strides`` are a view of the
+    wire, and ``shards`` is ``[world, *shape of a shard]``. ``row`` is the elements of a row of the gathered tensor.
     """
     dim = normalize_dim(shape, dim)
     each = shape[dim] // world
@@ -116,8 +97,10 @@ def gathered_layout(shape: Ints, dim: int, world: int) -> tuple[Ints, Ints, Ints
     for i in range(len(shard) - 1, 0, -1):
         stride[i - 1] = stride[i] * shard[i]
     rank = stride[0] * shard[0]
+    # Each rank has one index of the dim, so no two dims of the view have to be merged: shards is None then.
     if each <= 1 or 0 in shape:
         return shape, (*stride[:dim], rank, *stride[dim + 1 :]), None, math.prod(shape[dim:])
+    # The rank's dim stands before the shard's: the result is this view with both merged into one.
     size, steps = (*shard[:dim], world, *shard[dim:]), (*stride[:dim], rank, *stride[dim:])
     return size, steps, (world, *shard), math.prod(shape[dim:])
 
@@ -142,11 +125,7 @@ def unit_bytes(shape: Ints, stride: Ints | None, dim: int, world: int, sizes: In
     """Return the bytes per access of a kernel that copies between a tensor and its wire, both aligned to 16 bytes.
 
     Args:
-        shape, stride: shape and strides of the tensor; None is contiguous.
-        dim: split dim.
-        world: number of ranks.
-        sizes: size of the dim on each rank; None splits it as ``torch.chunk`` does.
-        itemsize: bytes of an element.
+        stride: None for a contiguous tensor.
     """
     split = AddressMap.along(shape, dim, world, sizes)
     layout = ((split.outer, split.row), (split.row, 1)) if stride is None else rows_layout(shape, stride, dim)
@@ -156,6 +135,7 @@ def unit_bytes(shape: Ints, stride: Ints | None, dim: int, world: int, sizes: In
     size, step = layout
     if size[-1] > 1 and step[-1] != 1:
         return math.gcd(16, itemsize)
+    # An access has to divide the rows and blocks of both sides, and every stride that is walked.
     blocks = split.lengths or (split.run, split.outer * split.run if world > 1 else 0)
     strides = [pitch for rows, pitch in zip(size[:-1], step[:-1], strict=True) if rows > 1]
     return math.gcd(16, *(itemsize * n for n in (split.row, *blocks, *strides)))

@@ -23,13 +23,12 @@ _transformed = torch._C._are_functorch_transforms_active
 
 
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate ``function`` so that torch.compile breaks the graph and runs it as in eager mode.
-
-    ``torch.compiler.disable`` does that too, but imports torch._dynamo at once: 1.5 s more for every import.
-    """
+    """Decorate ``function`` so that torch.compile breaks the graph and runs it as in eager mode."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        # The decorator torch.compiler.disable would do the same, but it imports torch._dynamo at once: every import of
+        # the library would take 1.5 s more.
         if is_dynamo_compiling():
             outside: Any = torch.compiler.disable(function)
             return outside(*args, **kwargs)
@@ -40,16 +39,12 @@ def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
 
 @outside_graphs  # torch.compile traces the frame of a forward behind a graph break
 def _note_forward(observer: record.Observer, node: Any) -> None:
-    """Report to ``observer`` that a forward has made ``node`` of autograd's graph."""
+    """Report a new node of autograd's graph to the observer."""
     observer.note_forward(node)
 
 
 def _group_of(ctx: Any) -> ProcessGroup | None:
-    """Return the group of a node of autograd's graph; None if its forward stored None.
-
-    Raises:
-        GroupError: the group is gone.
-    """
+    """Return the group of a node of autograd's graph; None if its forward stored None."""
     reference = ctx.group_reference
     if reference is None:
         return None
@@ -60,7 +55,7 @@ def _group_of(ctx: Any) -> ProcessGroup | None:
 
 
 def _refer_to_group(ctx: Any, group: ProcessGroup | None) -> None:
-    """Store a weak reference to ``group`` in a node of autograd's graph, and report the node to any observer."""
+    """Store a weak reference to the group in a node of autograd's graph, and report the node to the observer."""
     ctx.group_reference = None if group is None else ref(group)
     if record.hooks.observer is not None:
         _note_forward(record.hooks.observer, ctx)
@@ -76,18 +71,14 @@ TODO: delete when ProcessGroupGloo can be destroyed from its own threads (torch 
 
 
 def direct(cls: Any) -> Any:
-    """Decorate an autograd function: ``apply`` enters autograd's C++ code, and the graph does not keep the group alive.
-
-    The forward takes ctx first, is called by position, and stores its group as ``ctx.group``, which is referenced
-    weakly. The graph's node calls ``backward`` without the Python method between.
-
-    ``torch.autograd.Function.apply`` also binds defaults, and looks at each argument for tensors that outlived a
-    functorch transform; together they take as long as a small mapping. Inside such a transform and for subclasses the
-    ordinary ``apply`` runs. From torch 2.15 on the ordinary one is the C++ entry, and it stays.
-    """
+    """Decorate an autograd function for a fast ``apply``; its forward stores ``ctx.group``, a weak reference."""
+    # A node calls backward without the Python method between, so forwards are called by position, with ctx first.
     cls._backward_cls.apply, cls._backward_cls.group = cls.backward, _weak_group
+    # From torch 2.15 on the ordinary apply is the C++ entry, and it stays.
     if not hasattr(_base.apply, "__func__"):
         return cls
+    # Function.apply also binds defaults, and searches the arguments for tensors that outlived a functorch transform.
+    # Both together take as long as a small mapping. Inside such a transform, and for subclasses, the ordinary one runs.
     enter, ordinary = super(_base, cls).apply, _base.apply.__func__  # pyright: ignore[reportAttributeAccessIssue]
 
     def apply(called: Any, *args: Any) -> Any:

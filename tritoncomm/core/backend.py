@@ -2,7 +2,8 @@
 
 No other module of eager mode calls a collective of torch.distributed. Tensors are contiguous and in rank order here,
 and nothing is copied. Methods of the group are called instead of ``dist.*`` functions, which take 2 to 3 us more.
-``name`` is the function that the program called: a collective that fails raises ``PeerError`` with it and the ranks.
+A collective returns None after its wait, or with ``asynchronous`` the work in flight; None too, if the backend
+synchronises by itself. One that fails raises ``PeerError`` with ``name`` and the ranks.
 """
 
 import sys
@@ -77,27 +78,22 @@ not_summed = special | {torch.bool}
 
 
 def carrier(x: Tensor) -> Tensor:
-    """Return a view of ``x`` in a dtype that every backend moves; ``x`` itself if its dtype is one.
-
-    8-bit and 4-bit floats become uint8. Integers that backends lack become bytes, and complex numbers pairs of reals;
-    both have one dim more.
-    """
+    """Return a view of ``x`` in a dtype that every backend moves; ``x`` itself if its dtype is one."""
+    # Floats of one byte keep their shape. Integers become bytes and complex numbers pairs of reals, with one dim more.
     if x.dtype in moved_as_bytes:
         return (x if x.itemsize == 1 else x.unsqueeze(-1)).view(torch.uint8)
     return torch.view_as_real(x) if x.is_complex() else x
 
 
 def op_of(op: Any, dtype: torch.dtype) -> Any:
-    """Return the reduction to pass to a backend for ``op``: MAX for a sum of bools, else ``op``.
-
-    NCCL computes that maximum itself. Gloo adds bytes, and 2 is no bool: ``torch.equal`` does not take it for True, and
-    256 ranks add up to 0.
-    """
+    """Return the reduction to pass to a backend for ``op``: MAX for a sum of bools, else ``op``."""
+    # NCCL takes that maximum by itself. Gloo adds bytes: torch.equal does not take 2 for True, and 256 ranks add up to
+    # 0.
     return ReduceOp.MAX if dtype is torch.bool and op == _SUM else op
 
 
 def _options(kind: Any, asynchronous: bool, op: Any = None) -> Any:
-    """Make an object of ``kind``, torch's class of a collective's options, with ``asynchronous`` and ``op`` if any."""
+    """Make an object of ``kind``, torch's class of a collective's options."""
     options = kind()
     options.asyncOp = asynchronous
     if op is not None:
@@ -125,16 +121,14 @@ _sum_scatter_options, _sum_options = _sums.values()
 
 
 def raise_for(error: RuntimeError, failure: Exception) -> NoReturn:
-    """Raise ``failure`` with ``error`` as its cause; just ``error`` if both are one object.
-
-    Both names are deleted here: the traceback keeps this frame, and a circle of both would keep the group alive until
-    the next garbage collection.
-    """
+    """Raise ``failure`` with ``error`` as its cause; just ``error`` if both are one object."""
     try:
         if failure is error:
             raise error
         raise failure from error
     finally:
+        # The traceback keeps this frame: a circle of both names would keep the group alive until the next garbage
+        # collection.
         del error, failure
 
 
@@ -144,32 +138,24 @@ def is_not_carried(error: RuntimeError) -> bool:
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Whether ``error`` is one of this rank's device, which any earlier kernel or copy may have caused.
-
-    Errors of NCCL are not, even if their text mentions CUDA. A CUDA error that torch's NCCL watchdog reports is one,
-    although its type is DistBackendError.
-    """
+    """Whether ``error`` is one of this rank's device, which any earlier kernel or copy may have caused."""
     if isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError):
         return True
+    # The text decides, not the type: a CUDA error that NCCL's watchdog reports is a DistBackendError. Errors of NCCL
+    # mention CUDA without being errors of the device.
     text = str(error)
     return "NCCL error" not in text and any(words in text for words in _DEVICE_ERRORS)
 
 
 def is_backend_error(error: RuntimeError) -> bool:
-    """Whether ``error`` says that a transfer failed: an error of torch.distributed, or a bare RuntimeError of Gloo.
-
-    Errors of the device and of the CPU's memory do not count.
-    """
+    """Whether a transfer failed: an error of torch.distributed or of Gloo, not of the device or the CPU's memory."""
     if is_device_error(error):
         return False
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and _NO_MEMORY not in str(error))
 
 
 def noted(error: RuntimeError, name: str, where: str) -> RuntimeError:
-    """Add a note to ``error`` that names ``name`` and ``where`` it surfaced, report it to the observer, and return it.
-
-    A ``CommError`` is returned as it is.
-    """
+    """Add a note to ``error`` that says where it surfaced, report and return it; a ``CommError`` stays as it is."""
     if not isinstance(error, CommError):
         cause = "; an earlier kernel may have caused it" if is_device_error(error) else ""
         error.add_note(f"surfaced in {name}, {where}{cause}")
@@ -185,17 +171,11 @@ def advice() -> str:
 
 
 def _failure(error: RuntimeError, what: str, ranks: Any, name: str) -> Exception:
-    """Return the exception to raise for ``error`` of a collective, after reporting it to the observer.
+    """Return the exception to raise for ``error`` of a collective, and report it to the observer.
 
     Args:
-        error: error of the backend or of torch.
         what: collective in words.
         ranks: global ranks of the group; None where torch does not know them.
-        name: function that the program called.
-
-    Returns:
-        A ``PeerError`` where a transfer failed, an ``UnsupportedError`` where the backend does not take the tensors,
-        else ``error`` with a note.
     """
     rank = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
     where = f"in the {what} over ranks {list(ranks or ())}{rank}"
@@ -209,27 +189,17 @@ def _failure(error: RuntimeError, what: str, ranks: Any, name: str) -> Exception
 
 
 def released(buffers: Iterable[Tensor]) -> None:
-    """Tell the allocator that the current stream used ``buffers``: freed, their memory is reused only behind it.
-
-    Without that the memory goes back to the stream on which it was allocated, which may be another one. Buffers in host
-    memory are skipped.
-    """
+    """Tell the allocator that the current stream used ``buffers``: freed, their memory is reused only behind it."""
+    # Without it the memory goes back to the stream that allocated it, which may be another one.
     for buffer in buffers:
         if buffer.is_cuda:
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
 
 
 def _let_go(works: Iterable[Work], group: ProcessGroup | None, buffers: Sequence[Tensor]) -> None:
-    """Order the current stream behind works that nobody will wait for, so that their buffers may be freed.
-
-    torch's nccl2 keeps the inputs of such works, and not their outputs. Nothing happens for host memory, nor on Gloo:
-    its ``wait`` would block the host, and it keeps all tensors itself.
-
-    Args:
-        works: works in flight.
-        group: group of the works; None once it is destroyed, and its works with it.
-        buffers: tensors on one device that the works read or write.
-    """
+    """Order the current stream behind works that nobody will wait for, so that ``buffers``, on one device, can go."""
+    # A destroyed group (None) took its works with it. Gloo's wait would block the host, and Gloo keeps all tensors
+    # itself; nccl2 keeps the inputs of such works, but not their outputs.
     if group is None or not buffers or not buffers[0].is_cuda or cuda_backend(group) in _BLOCK_THE_HOST:
         return
     for each in works:
@@ -240,10 +210,7 @@ def _let_go(works: Iterable[Work], group: ProcessGroup | None, buffers: Sequence
 
 
 class InFlight:
-    """A work in flight with the tensors that it uses. Dropped before its wait, it orders the current stream behind it.
-
-    An exception between start and wait drops it too. The group is referenced weakly.
-    """
+    """A work in flight with its tensors. Dropped before its wait, it orders the current stream behind the work."""
 
     __slots__ = ("_buffers", "_group", "_work")
 
@@ -251,6 +218,7 @@ class InFlight:
         self._work, self._buffers = work, ()
         if buffers and buffers[0].is_cuda:  # Gloo keeps tensors in host memory itself
             self._buffers = buffers
+            # Weakly, as a work in flight must not keep its group alive.
             self._group = weakref.ref(group) if isinstance(group, ProcessGroup) else group
 
     def __del__(self) -> None:
@@ -269,11 +237,7 @@ class _Pending(InFlight):
         self._call = record.current(name)
 
     def wait(self) -> None:
-        """Order the current stream behind the collective, or block on the CPU; the buffers may be freed afterwards.
-
-        Raises:
-            PeerError: the collective failed.
-        """
+        """Order the current stream behind the collective, or block on the CPU; the buffers may be freed afterwards."""
         try:
             record.wait(self._call, self._work)
         except RuntimeError as error:
@@ -322,22 +286,11 @@ def _run(
     asynchronous: bool,
     buffers: Sequence[Tensor],
 ) -> Work:
-    """Start a collective by ``call(*arguments)``, and wait for it.
+    """Start a collective by ``call(*arguments)``, and wait for it unless ``asynchronous``.
 
     Args:
-        call: function that starts the collective and returns torch's work. It may fill a list ``buffers``.
-        arguments: arguments of ``call``.
         what: collective in words, for errors.
-        group: group of the collective.
-        name: function that the program called.
-        asynchronous: return the collective in flight instead of waiting for it.
-        buffers: tensors that the work uses.
-
-    Returns:
-        None; with ``asynchronous`` the collective in flight, or None of a backend that synchronises by itself.
-
-    Raises:
-        PeerError, UnsupportedError: see ``_failure``.
+        buffers: tensors that the work uses; ``call`` may fill a list.
     """
     try:
         work = call(*arguments)
@@ -363,10 +316,7 @@ def _together(starts: Iterable[Callable[[], Work]], group: ProcessGroup, buffers
 
 
 def all_gather(out: Tensor, x: Tensor, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
-    """All-gather ``x`` into ``out``, in rank order: ``out`` has world times the elements of ``x``.
-
-    Returns None after the wait; the collective in flight if ``asynchronous``.
-    """
+    """All-gather ``x`` into ``out``, in rank order: ``out`` has world times the elements of ``x``."""
     if x.dtype in special:
         out, x = carrier(out), carrier(x)
     arguments = out, x, _gather_options[asynchronous]
@@ -374,10 +324,7 @@ def all_gather(out: Tensor, x: Tensor, group: ProcessGroup, name: str, asynchron
 
 
 def reduce_scatter(out: Tensor, x: Tensor, op: Any, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
-    """Reduce-scatter ``x``, in rank order, by ``op``: ``out`` is this rank's part of the result.
-
-    Returns None after the wait; the collective in flight if ``asynchronous``.
-    """
+    """Reduce-scatter ``x``, in rank order, by ``op``: ``out`` is this rank's part of the result."""
     options = _sum_scatter_options[asynchronous]
     if op is not _SUM:
         options = _options(dist.ReduceScatterOptions, asynchronous, op)
@@ -396,16 +343,8 @@ def all_to_all(
 ) -> Work:
     """Send chunk w of ``x`` to rank w, and receive the ranks' chunks into ``out``, in rank order.
 
-    Returns None after the wait; the collective in flight if ``asynchronous``.
-
     Args:
-        out: buffer of the received chunks.
-        x: chunks to send, in rank order.
-        out_rows: rows of dim 0 that come from each rank; empty for equal chunks.
-        in_rows: rows of dim 0 that go to each rank; empty for equal chunks.
-        group: group of the collective.
-        name: function that the program called.
-        asynchronous: return the collective in flight instead of waiting for it.
+        out_rows, in_rows: rows of dim 0 from and to each rank; empty for equal chunks.
     """
     if x.dtype in special:
         out, x = carrier(out), carrier(x)
@@ -416,38 +355,30 @@ def all_to_all(
 def send_and_receive(
     sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], group: ProcessGroup, name: str
 ) -> Work:
-    """Start all sends and receives as one batch, and return the batch in flight; ranks without a message do not call.
-
-    This is the exchange between two disjoint sets of ranks. Neighbouring stages of a pipeline use ``p2p.transport``.
+    """Start all sends and receives as one batch, and return it in flight; ranks without a message do not call.
 
     Args:
-        sends: (rank in the group, tensor) of every message to send.
-        receives: (rank in the group, buffer) of every message to receive.
-        group: group of the ranks.
-        name: function that the program called.
-
-    Raises:
-        UnsupportedError: a tensor is on the meta device; Gloo would take it and send nothing.
+        sends, receives: (rank in the group, tensor) of every message.
     """
+    # Two disjoint sets of ranks exchange here; neighbouring stages of a pipeline use ``p2p.transport``.
     transfers = [(False, peer, x) for peer, x in receives] + [(True, peer, x) for peer, x in sends]
     tensors = [x for _, _, x in transfers]
+    # Gloo would take meta tensors and send nothing.
     if any(x.is_meta for x in tensors):
         raise UnsupportedError(f"{name}: meta tensors have no data to send")
     return _run(lambda: _Works(batch(transfers, group)), (), "exchange", group, name, True, tensors)
 
 
 def batch(transfers: Sequence[Transfer], group: ProcessGroup) -> list[Work]:
-    """Start messages together; return one work for all of them, or one for each if the backend does not batch.
-
-    ``dist.batch_isend_irecv`` takes three times as long on the host, for its checks and objects. If it cannot add a
-    message it leaves the batch open, and later calls of the group would become part of it.
-    """
+    """Start messages together; return one work for all of them, or one for each if the backend does not batch."""
     if not transfers:
         return []
     tensors, device = [x for _, _, x in transfers], transfers[0][2].device
     starts = [partial(_start, each, group) for each in transfers]
     if not (type(group) is ProcessGroup and group._get_backend(device).supports_coalescing):
         return _together(starts, group, tensors)
+    # dist.batch_isend_irecv takes three times as long on the host, for its checks and objects. If it cannot add a
+    # message, it leaves the batch open, and later calls of the group become part of it.
     group._start_coalescing(device)
     try:
         for start in starts:
@@ -482,18 +413,16 @@ class _Works:
 
 
 def all_gather_list(parts: list[Tensor], x: Tensor, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
-    """All-gather tensors of uneven sizes: ``parts[w]`` receives the ``x`` of rank w.
-
-    Every part that is not empty is a broadcast. torch's own all-gather into a list is no alternative: Gloo's wants
-    equal sizes. nccl2's takes two empty parts, which have one address, for one buffer and gathers equal sizes.
-    Returns None after the wait; the collective in flight if ``asynchronous``.
-    """
+    """All-gather tensors of uneven sizes: ``parts[w]`` receives the ``x`` of rank w."""
     if x.dtype in special:
         parts, x = [carrier(part) for part in parts], carrier(x)
 
     def start() -> Work:
         if x.is_meta:  # programs propagate shapes through all collectives
             return group.allgather([parts], [x], _gather_options[asynchronous])
+        # Every part that is not empty is a broadcast, as torch's own all-gather into a list is no alternative. Gloo
+        # wants equal sizes. nccl2 takes two empty parts, which have one address, for one buffer, and gathers equal
+        # sizes.
         parts[group.rank()].copy_(x)
         return _rooted(group.broadcast, dist.BroadcastOptions, parts, group)
 
@@ -503,11 +432,7 @@ def all_gather_list(parts: list[Tensor], x: Tensor, group: ProcessGroup, name: s
 def reduce_scatter_list(
     out: Tensor, parts: list[Tensor], op: Any, group: ProcessGroup, name: str, asynchronous: bool = False
 ) -> Work:
-    """Reduce-scatter of uneven sizes by ``op``: ``parts[w]`` goes to rank w, ``out`` is this rank's result.
-
-    Every part that is not empty is a reduce. torch's own reduce-scatter of a list is no alternative: versions of nccl2
-    want equal sizes. Returns None after the wait; the collective in flight if ``asynchronous``.
-    """
+    """Reduce-scatter of uneven sizes by ``op``: ``parts[w]`` goes to rank w, ``out`` is this rank's result."""
     if out.dtype in special:
         out, parts = carrier(out), [carrier(part) for part in parts]
     op, buffers = op_of(op, out.dtype), [out]
@@ -515,6 +440,8 @@ def reduce_scatter_list(
     def start() -> Work:
         if out.is_meta:
             return group.reduce_scatter([out], [parts], _options(dist.ReduceScatterOptions, asynchronous, op))
+        # Every part that is not empty is a reduce: versions of nccl2 want equal sizes in torch's own reduce-scatter of
+        # a list.
         rank = group.rank()
         out.copy_(parts[rank])
         # NCCL writes on the root only. Gloo adds up in the memory of every rank, and parts may be views of an input.
@@ -529,11 +456,7 @@ def _rooted(call: Any, kind: Any, parts: list[Tensor], group: ProcessGroup, op: 
     """Start one collective with root w for every ``parts[w]`` that is not empty; return all of them as one work.
 
     Args:
-        call: ``group.broadcast`` or ``group.reduce``.
-        kind: torch's class of its options.
-        parts: tensors, one per rank.
-        group: group of the collectives.
-        op: reduction; None for broadcasts.
+        call: ``group.broadcast`` or ``group.reduce``; ``kind`` is torch's class of its options.
     """
 
     def start(w: int, part: Tensor) -> Work:
@@ -546,29 +469,20 @@ def _rooted(call: Any, kind: Any, parts: list[Tensor], group: ProcessGroup, op: 
 
 
 def all_reduce(x: Tensor, op: Any, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
-    """All-reduce ``x`` in place by ``op``; the dtype is one that backends add up.
-
-    Returns None after the wait; the collective in flight if ``asynchronous``.
-    """
+    """All-reduce ``x`` in place by ``op``; the dtype is one that backends add up."""
     options = _sum_options[asynchronous] if op is _SUM else _options(dist.AllreduceOptions, asynchronous, op)
     return _run(group.allreduce, ([x], options), "all-reduce", group, name, asynchronous, (x,))
 
 
 def broadcast(x: Tensor, src: int, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
-    """Broadcast ``x`` from rank ``src`` of the group, in place on the others.
-
-    Returns None after the wait; the collective in flight if ``asynchronous``.
-    """
+    """Broadcast ``x`` from rank ``src`` of the group, in place on the others."""
     options = _options(dist.BroadcastOptions, asynchronous)
     options.rootRank, options.rootTensor = src, 0
     return _run(group.broadcast, ([carrier(x)], options), "broadcast", group, name, asynchronous, [x])
 
 
 def reduce(x: Tensor, dst: int, op: Any, group: ProcessGroup, name: str, asynchronous: bool = False) -> Work:
-    """Reduce ``x`` by ``op`` into rank ``dst`` of the group, in place; elsewhere ``x`` is scratch.
-
-    Returns None after the wait; the collective in flight if ``asynchronous``.
-    """
+    """Reduce ``x`` by ``op`` into rank ``dst`` of the group, in place; elsewhere ``x`` is scratch."""
     options = _options(dist.ReduceOptions, asynchronous, op_of(op, x.dtype))
     options.rootRank = dst
     x = carrier(x).detach()  # an average is divided in place, which autograd refuses of a leaf
@@ -579,12 +493,7 @@ _bitwise = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 
 def check_op(op: Any, x: Tensor, group: ProcessGroup, name: str) -> None:
-    """Check that the group's backend reduces tensors like ``x`` by ``op``, before anything is sent.
-
-    Raises:
-        UnsupportedError: the backend would refuse the dtype or compute a wrong result; the text has ``name``, the op,
-            the dtype and the backend.
-    """
+    """Reject, before a byte is sent, a dtype that the group's backend would refuse or reduce to a wrong result."""
     if op == ReduceOp.SUM and x.dtype not in moved_as_bytes:
         return
     try:
@@ -610,10 +519,8 @@ def cuda_backend(group: ProcessGroup) -> str:
 
 
 def is_nccl(backend: str) -> bool:
-    """Whether ``backend``, a name or a configuration such as ``cpu:gloo,cuda:nccl``, has an implementation of NCCL.
-
-    torch 2.15 has three: nccl-legacy, nccl2 and nccl-lazy.
-    """
+    """Whether ``backend``, a name or a configuration such as ``cpu:gloo,cuda:nccl``, has an implementation of NCCL."""
+    # The prefix decides, as torch 2.15 has three: nccl-legacy, nccl2 and nccl-lazy.
     return any(name.rpartition(":")[2].strip().lower().startswith("nccl") for name in backend.split(","))
 
 

@@ -32,6 +32,7 @@ def _pack(x: Tensor, dim: int, world: int, sizes: list[int] | None, name: str) -
     """Implement the operator ``pack``: a flat wire of ``x``, always new memory, counted under ``name``."""
     started = record.now()
     wire, path, copied = ops.pack(x, dim, world, None if sizes is None else tuple(sizes))
+    # The result of an operator must not alias its input: the schema says so, and the compiler relies on it.
     if path == "view":
         wire, path, copied = wire.clone(), "torch", 2 * x.nbytes
     record.add(name, path, copied, 0, started, calls=0)
@@ -57,14 +58,14 @@ for _name, _function in (("pack", _pack), ("unpack", _unpack), ("count", _count)
 
 @torch.library.register_fake("tritoncomm::pack", lib=_library)
 def _(x: Tensor, dim: int, world: int, sizes: list[int] | None, name: str) -> Tensor:
-    """Make the result of ``pack`` while torch.compile traces: a tensor of its shape without data."""
+    """Make the result of ``pack`` for tracing: a tensor of its shape without data."""
     length = x.shape[dim] if sizes is not None else -(-x.shape[dim] // world) * world
     return x.new_empty(math.prod(x.shape[:dim]) * length * math.prod(x.shape[dim + 1 :]))
 
 
 @torch.library.register_fake("tritoncomm::unpack", lib=_library)
 def _(wire: Tensor, shape: list[int], dim: int, world: int, sizes: list[int] | None, name: str) -> Tensor:
-    """Make the result of ``unpack`` while torch.compile traces: a tensor of its shape without data."""
+    """Make the result of ``unpack`` for tracing: a tensor of its shape without data."""
     return wire.new_empty(shape)
 
 
@@ -74,23 +75,20 @@ _c10d = torch.ops._c10d_functional
 
 
 def _finished(pending: Tensor, name: str, bytes_sent: int) -> Tensor:
-    """Add to the graph the wait for the collective ``pending`` and the count of its call; return the result.
-
-    The operator ``count`` is declared to write the result, and does not. So the compiler neither drops it nor merges
-    two of them. A tally from outside the graph would be a saved tensor of the backward graph, and autograd refuses that
-    backward once another forward has written the tally. Inductor loses track of effect tokens.
-    """
+    """Add to the graph the wait for the collective ``pending`` and the count of its call; return the result."""
     result = _c10d.wait_tensor(pending)
+    # The schema declares a write of the result that does not happen, so the compiler neither drops the operator nor
+    # merges two of them. A tally from outside of the graph would be a saved tensor of the backward graph. Autograd
+    # refuses that backward once another forward has written the tally. Effect tokens are no way either: inductor loses
+    # track of them.
     torch.ops.tritoncomm.count(result, name, bytes_sent)
     return result
 
 
 def _result(x: Tensor) -> Tensor:
-    """Return a new tensor over the memory of ``x``, for a forward to return.
-
-    Without it torch 2.11 loses the gradient: if the last operator returns its own input, as ``wait_tensor`` does, the
-    gradient goes to the wrong one of the two.
-    """
+    """Return a new tensor over the memory of ``x``, for a forward to return."""
+    # Torch 2.11 loses the gradient if the last operator returns its own input, as wait_tensor does: the gradient goes
+    # to the wrong one of the two.
     return _shaped(x, x.shape)
 
 
@@ -100,11 +98,7 @@ def _shaped(x: Tensor, shape: Any) -> Tensor:
 
 
 def _check_sum(x: Tensor, name: str) -> None:
-    """Refuse a sum of a dtype that no backend adds up; see ``backend.check_op``.
-
-    Raises:
-        UnsupportedError: it is such a dtype.
-    """
+    """Reject a sum of a dtype that no backend adds up; see ``backend.check_op``."""
     if x.dtype in backend.moved_as_bytes:
         raise UnsupportedError(f"{name}: no backend sums {x.dtype}: {backend.unsummed(x.dtype)}")
 
@@ -115,30 +109,23 @@ def _as_bytes(x: Tensor) -> Tensor:
 
 
 def _sum_of(x: Tensor) -> str:
-    """Return the name of the reduction that sums tensors like ``x``: "max" for bools, as ``backend.op_of`` has it."""
+    """Return the name of the reduction that sums tensors like ``x``: "max" for bools, see ``backend.op_of``."""
     return "max" if x.dtype is torch.bool else "sum"
 
 
 def traced(function: Callable[..., T], functional: Callable[..., T], name: str) -> Callable[..., T]:
-    """Return the function that torch.compile is to trace for a call of ``name``.
-
-    That is ``functional``, the form with functional collectives. In check mode, which compares calls on the host, the
-    graph breaks and the eager ``function`` runs outside of it. With ``fullgraph=True`` torch raises, and names the
-    reason.
-    """
+    """Return the function that torch.compile is to trace for ``name``: ``functional``, except in check mode."""
     if not (variables.CHECK.value or variables.HASH.value):
         return functional
+    # Check mode compares calls on the host, so the eager function runs behind a break of the graph. With fullgraph=True
+    # torch raises here, and names the reason.
     torch._dynamo.graph_break(f"{name}: check mode (TRITONCOMM_CHECK) compares calls on the host, outside of graphs")
     outside: Any = torch.compiler.disable(function)
     return outside
 
 
 def _plan(function: Any, x: Tensor, group: ProcessGroup, name: str, *args: Any) -> CollectivePlan:
-    """Return ``function(shape of x, bytes of an element, *args)``, a function of ``plan``.
-
-    Raises:
-        CommError: the error of ``function``, to which ``name``, the shape and the rank are added.
-    """
+    """Return ``function(shape of x, itemsize, *args)``, a function of ``plan``; its errors get the name and rank."""
     try:
         return function(x.shape, x.element_size(), *args)
     except CommError as error:
@@ -149,16 +136,9 @@ def _plan(function: Any, x: Tensor, group: ProcessGroup, name: str, *args: Any) 
 def _all_to_all(
     x: Tensor, out_counts: list[int], in_counts: list[int], group: ProcessGroup, name: str, bytes_sent: int
 ) -> Tensor:
-    """Add to the graph an all-to-all of the flat tensor ``x``, and return the flat result.
-
-    Args:
-        x: elements to send, in rank order.
-        out_counts: number of elements that come from each rank.
-        in_counts: number of elements that go to each rank.
-        group: ranks that take part.
-        name: function that the program called.
-        bytes_sent: bytes to count.
-    """
+    """Add to the graph an all-to-all of the flat tensor ``x``, in rank order; counts are elements, one per rank."""
+    # A complex element travels as two reals, and an element of a dtype that backends lack as its bytes. Counts grow
+    # with it.
     wire = torch.view_as_real(x).flatten() if x.is_complex() else _as_bytes(x)
     width = x.element_size() // wire.element_size()
     out_counts, in_counts = ([width * count for count in counts] for counts in (out_counts, in_counts))
@@ -181,6 +161,7 @@ def all_gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, nam
         wire = _finished(pending, name, planned.bytes_sent).view(x.dtype)
     else:
         local = x.contiguous().view(-1)
+        # No functional all-gather takes uneven sizes: each rank sends its tensor to every rank, as a copy per rank.
         counts = list(planned.recv_counts), [local.numel()] * world
         wire = _all_to_all(local.repeat(world), *counts, group, name, planned.bytes_sent)
     return _unpacked(wire, planned, dim, world, sizes, name)
@@ -192,19 +173,13 @@ def _uneven(sizes: Ints | None, world: int, size: int) -> Ints | None:
 
 
 def _fuses(x: Tensor) -> bool:
-    """Whether pack and unpack of tensors like ``x`` are views, which the compiler fuses with its neighbours.
-
-    On GPUs they are with the path ``torch`` only, because nobody has measured there if the kernels lose to the fusion.
-    """
+    """Whether pack and unpack of tensors like ``x`` are views, which the compiler fuses with its neighbours."""
+    # On GPUs only the path torch takes views, because no measurement says whether the kernels lose to the fusion there.
     return ops.forced_path() == "torch" or (ops.forced_path() == "auto" and not x.is_cuda)
 
 
 def _unpacked(wire: Tensor, planned: CollectivePlan, dim: int, world: int, sizes: Ints | None, name: str) -> Tensor:
-    """Add to the graph the unpack of ``wire``, received elements in rank order, if ``planned`` needs one.
-
-    Returns:
-        The result of the collective, concatenated along ``dim`` by ``sizes``; over ``wire`` without an unpack.
-    """
+    """Add to the graph the unpack of ``wire``, if ``planned`` needs one; without it the result is over ``wire``."""
     shape = planned.shape
     if planned.in_order:
         return _shaped(wire, shape)
@@ -249,21 +224,19 @@ def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: st
         failure = plan.located(error, x.shape, name, group)
     else:
         return _result(x.narrow(dim, start, size).contiguous())
+    # Raised here without ``from None``, as Dynamo of torch 2.11 cannot trace that in an except clause.
     raise failure
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, name: str, in_place: bool = False) -> Tensor:
-    """Add to the graph a sum over the ranks, and return it; see ``eager.all_reduce``.
-
-    The collective itself is never in place, as inductor reuses buffers. With ``in_place`` its result is copied into a
-    contiguous ``x``, which inductor does in the pass that follows.
-    """
+    """Add to the graph a sum over the ranks, and return it; see ``eager.all_reduce``."""
     world = group.size()
     if world == 1:
         return x
     _check_sum(x, name)
     pending = _c10d.all_reduce(x.contiguous(), _sum_of(x), group.group_name)
     total = _finished(pending, name, plan.all_reduce_bytes(x.numel() * x.element_size(), world))
+    # The collective itself is never in place, as inductor reuses buffers. It does this copy in the pass that follows.
     if in_place and x.is_contiguous():
         x.detach().copy_(total)
         return x
@@ -273,15 +246,13 @@ def all_reduce(x: Tensor, group: ProcessGroup, name: str, in_place: bool = False
 def all_to_all_single(
     x: Tensor, group: ProcessGroup, out_sizes: Ints | None, in_sizes: Ints | None, name: str
 ) -> Tensor:
-    """Add to the graph an all-to-all of the rows of dim 0, and return the received rows.
-
-    It always passes split sizes: the functional collective has no even form. See ``eager.all_to_all_single``.
-    """
+    """Add to the graph an all-to-all of the rows of dim 0, and return what arrives; see ``eager.all_to_all_single``."""
     world = group.size()
     if world == 1:
         return x
     planned = _plan(plan.all_to_all_single, x, group, name, world, group.rank(), out_sizes, in_sizes)
     row = math.prod(x.shape[1:])
+    # The functional collective has no even form, so split sizes are always passed.
     received, sent = (
         _counts(tuple(row * n for n in sizes), x, world) for sizes in (planned.recv_sizes, planned.send_sizes)
     )
@@ -303,18 +274,7 @@ def all_to_all(
     scatter_sizes: Ints | None = None,
     gather_sizes: Ints | None = None,
 ) -> Tensor:
-    """Add to the graph an all-to-all that splits ``scatter_dim`` and concatenates ``gather_dim``; return the result.
-
-    Args:
-        x: tensor of this rank.
-        scatter_dim: dim that is split over the ranks.
-        gather_dim: dim along which the received shards are concatenated.
-        group: ranks that take part.
-        name: function that the program called.
-        shape: shape that the result gets at the end; None keeps the shape of the exchange.
-        scatter_sizes: size of ``scatter_dim`` that goes to each rank; None splits it evenly.
-        gather_sizes: size of ``gather_dim`` on each rank; None where all are equal.
-    """
+    """Add to the graph an all-to-all of two dims, with its pack and unpack; see ``eager.all_to_all``."""
     world = group.size()
     if world == 1:
         return x if shape is None else x.reshape(shape)

@@ -49,25 +49,23 @@ _STEPS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 
 
 def pass_seconds(bytes_copied: int, rates: Rates) -> float:
-    """Return the predicted seconds of a local pass that reads and writes ``bytes_copied`` bytes in all."""
+    """Return the predicted seconds of a local pass that reads plus writes ``bytes_copied`` bytes."""
     return bytes_copied / rates.memory
 
 
 def collective_seconds(kind: str, bytes_sent: int, world: int, rates: Rates, bytes_received: int = 0) -> float:
-    """Return the predicted seconds of a collective: the larger of its bytes sent and bytes received takes the time.
+    """Return the predicted seconds of a collective; ranks of a node are neighbours in the group.
 
     Args:
         kind: ``all-gather``, ``reduce-scatter``, ``all-reduce`` or ``all-to-all``.
-        bytes_sent: bytes that each rank sends to all others together.
-        world: number of ranks; ranks of a node are neighbours.
-        rates: rates of the machine.
-        bytes_received: bytes that arrive from all others together.
+        bytes_sent, bytes_received: bytes of one rank, to and from all others together.
 
     Example:
         7 GB all-gathered over 8 ranks with ``link`` 350e9 and no latency take 0.02 s.
     """
     if world == 1:
         return 0.0
+    # Of the bytes sent and the bytes received the larger number takes the time.
     busiest = max(bytes_sent, bytes_received)
     if kind == "all-to-all":
         outside = busiest * max(world - rates.node, 0) // (world - 1)

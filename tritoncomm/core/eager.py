@@ -1,7 +1,8 @@
 """Collectives in eager mode, not differentiable: pack, one call of the backend, unpack.
 
-Every function returns its input over a group of one rank. Under torch.compile the functions of ``compiled`` run
-instead. ``name`` is the function that the program called; errors, counters and the flight record use it.
+Every function returns its input over a group of one rank. With ``asynchronous`` it returns (result, handle) before the
+exchange is over, where the handle is None over one rank. Under torch.compile the functions of ``compiled`` run
+instead. ``op`` is a ``ReduceOp``.
 """
 
 import math
@@ -39,13 +40,7 @@ _SUM = ReduceOp.SUM
 def _planned(
     function: Callable[..., CollectivePlan], x: Tensor, group: ProcessGroup, name: str, *arguments: Any
 ) -> CollectivePlan:
-    """Return ``function(shape of x, bytes of an element, *arguments)``, a function of ``plan``.
-
-    Plans by split sizes are not cached: the sizes of MoE and of packed sequences are new in every call.
-
-    Raises:
-        CommError: the error of ``function``, to which ``name``, the shape and the rank are added.
-    """
+    """Return ``function(shape of x, itemsize, *arguments)``, a function of ``plan``; its errors get name and rank."""
     try:
         return function(x.shape, x.itemsize, *arguments)
     except CommError as error:
@@ -55,19 +50,7 @@ def _planned(
 def all_gather(
     x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str, asynchronous: bool = False
 ) -> Any:
-    """Concatenate the ranks' tensors along ``dim``.
-
-    Args:
-        x: tensor of this rank.
-        dim: dim of the concatenation.
-        group: ranks that take part.
-        sizes: size of ``dim`` on every rank; None where all are equal.
-        name: function that the program called.
-        asynchronous: return before the exchange is over.
-
-    Returns:
-        The gathered tensor; (tensor, handle) if asynchronous, where the handle is None over one rank.
-    """
+    """Concatenate the ranks' tensors along ``dim``."""
     if is_compiling():
         return compiled.traced(all_gather, compiled.all_gather, name)(x, dim, group, sizes, name)
     span = enter(name, "all_gather", group, x, (dim, sizes))
@@ -77,6 +60,7 @@ def all_gather(
     if sizes is not None and x.dim() and all_equal(sizes, world, x.shape[dim]):
         sizes = None
     rank = 0 if sizes is None else group.rank()
+    # Plans by split sizes are not cached: the sizes of MoE and of packed sequences are new in every call.
     planner = cached_all_gather if sizes is None else plan.all_gather
     planned = _planned(planner, x, group, name, dim, world, rank, sizes)
     x, copied = ops.contiguous(x)
@@ -112,20 +96,7 @@ def reduce_scatter(
     op: Any = _SUM,
     asynchronous: bool = False,
 ) -> Any:
-    """Reduce the ranks' tensors by ``op`` and keep this rank's shard of ``dim``.
-
-    Args:
-        x: tensor of this rank, of the same shape on all ranks.
-        dim: dim that is split over the ranks.
-        group: ranks that take part.
-        sizes: size of ``dim`` that each rank keeps; None splits it evenly.
-        name: function that the program called.
-        op: reduction, a ``ReduceOp``.
-        asynchronous: return before the exchange is over.
-
-    Returns:
-        The shard; (shard, handle) if asynchronous, where the handle is None over one rank.
-    """
+    """Reduce the ranks' tensors, all of one shape, by ``op`` and return this rank's shard of ``dim``."""
     if is_compiling():
         return compiled.traced(reduce_scatter, compiled.reduce_scatter, name)(x, dim, group, sizes, name)
     span = enter(name, "reduce_scatter", group, x, (dim, sizes, op))
@@ -160,15 +131,7 @@ def reduce_scatter(
 
 
 def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
-    """Return this rank's shard of ``dim``, contiguous; nothing is sent. It is a view of ``x`` where that is contiguous.
-
-    Args:
-        x: tensor that every rank has.
-        dim: dim that is split over the ranks.
-        group: ranks that split the tensor.
-        sizes: size of ``dim`` that each rank keeps; None splits it evenly.
-        name: function that the program called.
-    """
+    """Return this rank's shard of ``dim``, a view of ``x`` where that is contiguous; nothing is sent."""
     if is_compiling():
         return compiled.traced(split, compiled.split, name)(x, dim, group, sizes, name)
     span = enter(name, "split", group, x, (dim, sizes))
@@ -194,18 +157,10 @@ def all_reduce(
     in_place: bool = False,
     asynchronous: bool = False,
 ) -> Any:
-    """Reduce the ranks' tensors by ``op``; every rank has the whole result.
+    """Reduce the ranks' tensors, all of one shape, by ``op``; every rank has the whole result.
 
     Args:
-        x: tensor of this rank, of the same shape on all ranks.
-        group: ranks that take part.
-        name: function that the program called.
-        op: reduction, a ``ReduceOp``.
         in_place: write the result into ``x``, if ``x`` is contiguous and has no lazy bits; else into a copy.
-        asynchronous: return before the exchange is over.
-
-    Returns:
-        The result; (result, handle) if asynchronous, where the handle is None over one rank.
     """
     if is_compiling():
         return compiled.traced(all_reduce, compiled.all_reduce, name)(x, group, name, in_place=in_place)
@@ -244,16 +199,8 @@ def all_to_all_single(
     """Send the rows of dim 0 to the ranks, and concatenate the rows that arrive, in rank order.
 
     Args:
-        x: tensor of this rank.
-        group: ranks that take part.
-        out_sizes: rows that come from each rank; None for equal ones.
-        in_sizes: rows that go to each rank; None for equal ones. Without both lists the backend's even call runs.
-        name: function that the program called.
-        asynchronous: return before the exchange is over.
+        out_sizes, in_sizes: rows from and to each rank. Without both lists the backend's even call runs.
         levels: from rank to rank, or in two levels: see ``node_exchange``.
-
-    Returns:
-        The received rows; (rows, handle) if asynchronous, where the handle is None over one rank.
     """
     if is_compiling():
         return compiled.traced(all_to_all_single, compiled.all_to_all_single, name)(x, group, out_sizes, in_sizes, name)
@@ -296,14 +243,7 @@ def all_to_all(
     """Split ``scatter_dim`` over the ranks and concatenate ``gather_dim`` from them: pack, exchange, unpack.
 
     Args:
-        x: tensor of this rank.
-        scatter_dim: dim that is split over the ranks.
-        gather_dim: dim along which the received shards are concatenated.
-        group: ranks that take part.
-        name: function that the program called.
         shape: shape that the result gets at the end; None keeps the shape of the exchange.
-        scatter_sizes: size of ``scatter_dim`` that goes to each rank; None splits it evenly.
-        gather_sizes: size of ``gather_dim`` on each rank; None where all are equal.
         asynchronous: run the exchange on the backend's own stream. The result is waited for in any case.
     """
     if is_compiling():

@@ -29,24 +29,8 @@ def pack_many(
 ) -> tuple[Tensor, list[tuple[int, Ints]], CopyPath, int]:
     """Pack several tensors into one wire ``[world, total]``, in rank order, by one pass over each tensor.
 
-    Args:
-        tensors: tensors of any shapes and strides.
-        dims: dim along which each tensor is split over the ranks, as ``torch.chunk`` splits it.
-        world: number of ranks.
-        dtype: dtype of the wire; by default the dtype of the tensors, which have to agree then.
-        scale: factor applied before the one rounding.
-
-    Returns:
-        The wire; for each tensor (offset of its shard in a rank's part, shape of the longest shard); the path; the
-        bytes read plus written.
-
-    Raises:
-        ArgumentError: the tensors have different dtypes, and ``dtype`` is None.
-
-    Traffic: one launch on a GPU, and one more for every further dtype that is cast.
-
-    Example:
-        Gradients ``[5, 8]`` and ``[16]`` split along dims 1 and 0 over 4 ranks give a wire ``[4, 5*2 + 4]``.
+    Returns the wire; for each tensor (offset of its shard in a rank's part, shape of the longest shard); the path; the
+    bytes copied. Gradients ``[5, 8]`` and ``[16]``, dims 1 and 0, over 4 ranks give a wire ``[4, 5*2 + 4]``.
     """
     dims = [dim % x.dim() for x, dim in zip(tensors, dims, strict=True)]
     maps = [AddressMap.along(x.shape, dim, world) for x, dim in zip(tensors, dims, strict=True)]
@@ -62,6 +46,8 @@ def pack_many(
         return wire.view(world, -1), shards, path, copied
     wire = tensors[0].new_empty((world, sum(sizes)), dtype=wire_dtype)
     if path_for(tensors[0], "segments") == "triton":
+        # One launch, and one more for every further dtype that is cast. Without a table each tensor takes a launch of
+        # its own.
         layouts = tuple([(x.shape, x.stride(), dim) for x, dim in zip(tensors, dims, strict=True)])
         segments = _table(layouts, world, wire_dtype)
         if segments is not None:
@@ -85,15 +71,12 @@ def _is_wire(x: Tensor, plan: AddressMap, dtype: torch.dtype) -> bool:
 def _table(layouts: tuple[tuple[Ints, Ints, int], ...], world: int, dtype: torch.dtype) -> Segments | None:
     """Return the segment table of ``pack_many``; None if it would have too many segments.
 
-    A dim that does not divide has that many where each of many rows before it is padded.
-
     Args:
-        layouts: shape, strides and split dim of every tensor.
-        world: number of ranks.
-        dtype: dtype of the wire.
+        layouts: (shape, strides, split dim) of every tensor.
     """
     maps = [AddressMap.along(shape, dim, world) for shape, _, dim in layouts]
     sizes = [each.outer * each.run for each in maps]
+    # A dim that does not divide has too many segments where each of many rows before it is padded.
     shards = (
         _shard(i, *layout, each, rank, dtype.itemsize, (rank * sum(sizes) + sum(sizes[:i])) * dtype.itemsize)
         for i, (layout, each) in enumerate(zip(layouts, maps, strict=True))
@@ -109,16 +92,12 @@ def _shard(
 
     Args:
         tensor: index of the tensor in the table.
-        shape, stride: shape and strides of the tensor.
-        dim: split dim.
-        plan: address map of the split.
-        rank: rank whose shard it is.
-        itemsize: bytes of an element in the wire.
         at: byte of the wire at which the shard ``[outer, run]`` starts.
     """
     step = -(-shape[dim] // plan.world)
     start, size = rank * step, max(0, min(step, shape[dim] - rank * step))
     run, row = plan.run * itemsize, size * math.prod(shape[dim + 1 :]) * itemsize
+    # The rows of the shard lie one after the other: one block, and one padding behind it.
     if size in (0, step) or plan.outer == 1:
         first, extent = [0] * len(shape), list(shape)
         first[dim], extent[dim] = start if size else 0, size
@@ -134,11 +113,7 @@ def _shard(
 
 
 def _common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    """Return the dtype of all tensors.
-
-    Raises:
-        ArgumentError: they have different dtypes.
-    """
+    """Return the dtype of all tensors; reject tensors of several dtypes."""
     kinds = {x.dtype for x in tensors}
     if len(kinds) != 1:
         raise ArgumentError(f"pack_many: tensors of different dtypes {sorted(map(str, kinds))} need an explicit dtype")

@@ -92,8 +92,7 @@ class BlockCopy(NamedTuple):
         size: shape of the copy, ``[ranks, two dims of tokens, heads, head_dim]``.
         stride, start: strides and first element of the copy in the tensor, in elements.
         wire_stride, wire_start: strides and first element of the copy in the wire, in elements.
-        head: first head of the copy in the tensor.
-        heads: number of heads of the copy.
+        head, heads: first head of the copy in the tensor, and their number.
     """
 
     index: int
@@ -111,15 +110,12 @@ class ExchangePlan:
     """Plan of one direction of the exchange for one rank. Compared by identity: segment tables are looked up by it.
 
     Attributes:
-        pack: copies from the tensors into the wire.
         unpack: copies from the received wire into the results; empty if the wire already is the result.
         packed_shape: shape of the wire if one ``torch.cat`` of all tensors makes it; None if copies fill it.
-        shapes: shapes of the results.
         fused: shape of the tensor that has all results side by side; only to heads.
         splits: number of heads of each result in ``fused``; of columns, if the head_dims differ.
         split_dim: dim of ``fused`` that ``splits`` cuts.
         send_counts, recv_counts: elements to and from each rank; empty if all are equal.
-        bytes_sent: bytes that this rank sends to the other ranks.
         elements: number of elements of the sent wire, and of the received one.
     """
 
@@ -137,14 +133,7 @@ class ExchangePlan:
 
 
 def split_heads(q_heads: int, kv_heads: int, world: int) -> tuple[HeadShare, HeadShare]:
-    """Split the heads of an attention over ranks: return the shares of the query heads and of the key/value heads.
-
-    A query head goes to a rank that has its kv head. With at least as many kv heads as ranks, kv heads are split as
-    evenly as possible, and the first ranks get one more. With fewer, every rank has one kv head, and the ranks of a kv
-    head split its query heads.
-
-    Raises:
-        ShapeError: the number of query heads is no multiple of ``kv_heads``, or less than ``world``.
+    """Return the shares of the query and of the key/value heads; a query head goes to a rank that has its kv head.
 
     Example:
         ``split_heads(8, 2, 4)`` gives every rank two query heads, and kv heads 0, 0, 1, 1.
@@ -155,8 +144,10 @@ def split_heads(q_heads: int, kv_heads: int, world: int) -> tuple[HeadShare, Hea
         raise ShapeError(f"{q_heads} query heads are fewer than the {world} ranks that attend with them")
     per = q_heads // kv_heads
     if kv_heads >= world:
+        # The kv heads are split as evenly as possible, and the first ranks get one more.
         sizes = _evenly(kv_heads, world)
         return _share(tuple([per * size for size in sizes])), _share(sizes)
+    # With fewer kv heads than ranks every rank has one kv head, and the ranks of a kv head split its query heads.
     ranks = _evenly(world, kv_heads)
     q_sizes = tuple([size for count in ranks for size in _evenly(per, count)])
     starts = tuple([head for head, count in enumerate(ranks) for _ in range(count)])
@@ -176,18 +167,16 @@ def _share(sizes: Ints) -> HeadShare:
 def _runs(shares: tuple[HeadShare, ...], world: int) -> list[tuple[int, int, list[int]]]:
     """Group neighbouring ranks whose heads one strided copy can read or write.
 
-    Ranks of a run have equally many heads of every tensor, at one stride. Of a tensor with shared heads they have the
-    same head, so that one sum adds up their blocks.
-
-    Returns:
-        For each run: first rank, number of ranks, and per tensor the number of heads from one rank's first head to the
-        next rank's.
+    Returns (first rank, number of ranks, steps) of each run. For each tensor, ``steps`` has the number of heads from
+    one rank's first head to the next rank's.
     """
     runs: list[tuple[int, int, list[int]]] = []
     for w in range(world):
         if runs:
             first, count, steps = runs[-1]
             ahead = [share.starts[w] - share.starts[w - 1] for share in shares]
+            # Ranks of a run have equally many heads of every tensor, at one stride. Of a tensor with shared heads they
+            # have the same head, so that one sum adds up their blocks.
             same = all(share.sizes[w] == share.sizes[first] for share in shares)
             summed = all(step == 0 for step, share in zip(ahead, shares, strict=True) if share.replicated)
             if same and summed and (count == 1 or ahead == steps):
@@ -200,16 +189,7 @@ def _runs(shares: tuple[HeadShare, ...], world: int) -> list[tuple[int, int, lis
 def _by_heads(
     shapes: Sequence[Ints], strides: Sequence[Ints], shares: tuple[HeadShare, ...], world: int
 ) -> tuple[tuple[BlockCopy, ...], Ints]:
-    """List the copies between tensors with all heads and a wire with a block of heads per rank.
-
-    Args:
-        shapes, strides: shapes and strides of the tensors, each with this rank's positions and all heads.
-        shares: split of the heads, for each tensor.
-        world: number of ranks.
-
-    Returns:
-        The copies; the number of elements of every rank's block.
-    """
+    """List the copies between tensors with all heads and a wire with a block per rank; count a block's elements."""
     first_dim, second_dim = shapes[0][:2]
     tokens, start, copies = first_dim * second_dim, 0, []
     counts = [tokens * sum(share.sizes[w] * shape[3] for share, shape in zip(shares, shapes, strict=True))
@@ -234,20 +214,12 @@ def _by_heads(
 def _by_positions(
     shapes: Sequence[Ints], strides: Sequence[Ints], seq_dim: int, seq_sizes: Ints
 ) -> tuple[tuple[BlockCopy, ...], Ints]:
-    """List the copies between tensors with all positions and a wire with a block of positions per rank.
-
-    Args:
-        shapes, strides: shapes and strides of the tensors, each with all positions and this rank's heads.
-        seq_dim: dim of the sequence.
-        seq_sizes: number of positions of every rank.
-
-    Returns:
-        The copies; the number of elements of every rank's block.
-    """
+    """List the copies between tensors with all positions and a wire with a block per rank; count a block's elements."""
     batch, width = shapes[0][1 - seq_dim], sum(shape[2] * shape[3] for shape in shapes)
     copies, wire_start, position = [], 0, 0
     for size, ranks in groupby(seq_sizes):
         count, block, column = len(list(ranks)), batch * size * width, 0
+        # On the wire tokens keep the tensors' order of batch and sequence.
         lead = (batch, size) if seq_dim else (size, batch)
         for i, (shape, stride) in enumerate(zip(shapes, strides, strict=True)):
             copies.append(
@@ -262,11 +234,9 @@ def _by_positions(
 
 
 def _joined(copies: tuple[BlockCopy, ...]) -> Ints | None:
-    """Return the shape of the wire if one ``torch.cat`` can do all copies, else None.
-
-    It can if each tensor has one copy, and all have the same head_dim.
-    """
+    """Return the shape of the wire if one ``torch.cat`` can do all copies, else None."""
     first = copies[0].size
+    # Without one copy per tensor and one head_dim, cat cannot put the tensors side by side in the dim of the heads.
     if len({copy.index for copy in copies}) < len(copies) or any(copy.size[4] != first[4] for copy in copies):
         return None
     return (*first[:3], sum(copy.size[3] for copy in copies), first[4])
@@ -276,17 +246,7 @@ def _joined(copies: tuple[BlockCopy, ...]) -> Ints | None:
 def heads_plan(
     shapes: tuple[Ints, ...], strides: tuple[Ints, ...], layout: Layout, rank: int, itemsize: int
 ) -> ExchangePlan:
-    """Plan the exchange from this rank's positions of all heads to all positions of its heads.
-
-    Args:
-        shapes, strides: shapes and strides of the tensors.
-        layout: split of heads and positions.
-        rank: this rank.
-        itemsize: bytes of an element.
-
-    Raises:
-        ShapeError: the shapes do not fit the layout.
-    """
+    """Plan the exchange from this rank's positions of all heads to all positions of its heads."""
     seq_dim, shares, seq_sizes = layout.seq_dim, layout.shares, layout.seq_sizes
     world = len(seq_sizes)
     _check(shapes, [share.heads for share in shares], seq_sizes[rank], seq_dim)
@@ -299,6 +259,7 @@ def heads_plan(
     fused = (*lead, sum(heads), shapes[0][3]) if one_size else (*lead, 1, width)
     unpack, arriving = _by_positions([fused], [contiguous_stride(fused)], seq_dim, seq_sizes)
     splits = heads if one_size else [n * shape[3] for n, shape in zip(heads, shapes, strict=True)]
+    # Blocks of positions in rank order are the sequence already.
     if seq_dim == 0 or lead[0] == 1:
         unpack = ()
     elements = sum(sent), sum(arriving)
@@ -317,14 +278,7 @@ def sequence_plan(
     """Plan the exchange from all positions of this rank's heads to its positions of all heads.
 
     Args:
-        shapes, strides: shapes and strides of the tensors.
-        layout: split of heads and positions.
-        rank: this rank.
-        itemsize: bytes of an element.
         out_strides: strides of the results; empty for contiguous ones.
-
-    Raises:
-        ShapeError: the shapes do not fit the layout.
     """
     seq_dim, shares, seq_sizes = layout.seq_dim, layout.shares, layout.seq_sizes
     _check(shapes, [share.sizes[rank] for share in shares], sum(seq_sizes), seq_dim)
@@ -345,11 +299,7 @@ def _lead(shape: Ints, seq_dim: int, positions: int) -> Ints:
 
 
 def _check(shapes: tuple[Ints, ...], heads: list[int], positions: int, seq_dim: int) -> None:
-    """Check that every tensor has four dims, ``positions`` positions, its number of ``heads`` and one common batch.
-
-    Raises:
-        ShapeError: a tensor has not.
-    """
+    """Check that every tensor has four dims, ``positions`` positions, its number of ``heads`` and one common batch."""
     for shape, count in zip(shapes, heads, strict=True):
         if len(shape) != 4 or shape[:2] != _lead(shapes[0], seq_dim, positions) or shape[2] != count:
             raise ShapeError(f"shape {tuple(shape)}: expected {positions} positions in dim {seq_dim}, {count} heads "
@@ -361,11 +311,7 @@ _IN_ORDER = 4  # number of parts that torch.sum adds in order; of more parts it 
 
 
 def _check_tensors(tensors: Sequence[Tensor], name: str) -> None:
-    """Check that ``name`` can send the tensors, and that all have one dtype and device.
-
-    Raises:
-        ArgumentError: dtypes or devices differ, or ``check_input`` refuses a tensor.
-    """
+    """Reject tensors that differ in dtype or device, or that ``check_input`` rejects."""
     first = tensors[0]
     for x in tensors:
         check_input(x, name)
@@ -388,12 +334,9 @@ def _wire_view(wire: Tensor, copy: BlockCopy) -> Tensor:
 
 @lru_cache(maxsize=512)
 def _table(plan: ExchangePlan, packs: bool, dtype: torch.dtype, count: int) -> Segments | None:
-    """Return the segment table of one side of a plan; None if it would have too many segments.
+    """Return the segment table of ``plan.pack`` or ``plan.unpack``; None if it would have too many segments.
 
     Args:
-        plan: plan of the exchange.
-        packs: whether the side is ``plan.pack``; else it is ``plan.unpack``.
-        dtype: dtype of all tensors.
         count: number of tensors of that side.
     """
     size = dtype.itemsize
@@ -409,11 +352,7 @@ def _table(plan: ExchangePlan, packs: bool, dtype: torch.dtype, count: int) -> S
 
 
 def _pack(tensors: Sequence[Tensor], plan: ExchangePlan, by_kernel: bool) -> tuple[Tensor, CopyPath, int]:
-    """Pack the tensors into one wire by ``plan``; by a kernel if ``by_kernel`` is set and the table is not too long.
-
-    Returns:
-        The wire, the path, and the bytes read plus written.
-    """
+    """Pack the tensors into one wire by ``plan``; return the wire, the path and the bytes copied."""
     first = tensors[0]
     if plan.packed_shape is not None and len(tensors) == 1:
         wire = ops.resolved(_view(first, plan.pack[0])).contiguous()
@@ -443,16 +382,9 @@ def _exchange(wire: Tensor, plan: ExchangePlan, group: ProcessGroup, name: str) 
 
 
 def to_heads(tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, name: str) -> Sequence[Tensor]:
-    """Exchange this rank's positions of all heads for all positions of its heads, by one all-to-all.
+    """Exchange this rank's positions of all heads, ``[b, s, H, d]`` or sequence first, for all positions of its heads.
 
-    Args:
-        tensors: tensors ``[b, s, H, d]``, or sequence first, with as many dims ``H`` as the layout has shares.
-        layout: split of heads and positions.
-        group: ranks of the exchange.
-        name: function that the program called.
-
-    Returns:
-        For each tensor ``[b, sum(seq_sizes), H of this rank, d]``; several are disjoint slices of one buffer.
+    Returns for each tensor ``[b, sum(seq_sizes), H of this rank, d]``; several are disjoint slices of one buffer.
     """
     if layout.plain and (layout.even or ops.path_for(tensors[0]) == "triton"):
         return [_one(tensors[0], HEAD_DIM, layout.seq_dim, layout, group, name)]
@@ -492,19 +424,9 @@ def to_heads(tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, nam
 def to_sequence(
     tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, name: str, outs: Sequence[Tensor] | None = None
 ) -> Sequence[Tensor]:
-    """Exchange all positions of this rank's heads for its positions of all heads, by one all-to-all.
+    """Exchange all positions of this rank's heads for its positions of all heads: the adjoint of ``to_heads``.
 
-    It is the adjoint of ``to_heads``: heads that ranks share are summed.
-
-    Args:
-        tensors: tensors ``[b, S, H of this rank, d]``, or sequence first.
-        layout: split of heads and positions.
-        group: ranks of the exchange.
-        name: function that the program called.
-        outs: tensors to fill; new ones by default.
-
-    Returns:
-        For each tensor ``[b, s, H, d]``.
+    Returns for each tensor ``[b, s, H, d]``, with heads that ranks share summed; ``outs`` are tensors to fill.
     """
     if layout.plain and outs is None and (layout.even or ops.path_for(tensors[0]) == "triton"):
         return [_one(tensors[0], layout.seq_dim, HEAD_DIM, layout, group, name)]
@@ -534,11 +456,7 @@ def to_sequence(
 def _planned(
     function: Any, tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, name: str, *more: Any
 ) -> Any:
-    """Return the cached plan that ``function``, ``heads_plan`` or ``sequence_plan``, makes for the tensors.
-
-    Raises:
-        ShapeError: the shapes do not fit the layout; the text has ``name`` and the rank.
-    """
+    """Return the cached plan that ``function``, ``heads_plan`` or ``sequence_plan``, makes for the tensors."""
     shapes, strides = tuple([x.shape for x in tensors]), tuple([x.stride() for x in tensors])
     try:
         return function(shapes, strides, layout, group.rank(), tensors[0].itemsize, *more)
@@ -559,17 +477,7 @@ def _one(x: Tensor, scatter_dim: int, gather_dim: int, layout: Layout, group: Pr
 def _unpack_heads(
     received: Tensor, plan: ExchangePlan, layout: Layout, outs: Sequence[Tensor] | None
 ) -> tuple[Sequence[Tensor], int]:
-    """Unpack the received wire by torch, with the sum over ranks that share a head.
-
-    Args:
-        received: wire that has arrived.
-        plan: plan of ``to_sequence``.
-        layout: split of heads and positions.
-        outs: tensors to fill; None for new ones.
-
-    Returns:
-        The results; the bytes read plus written.
-    """
+    """Unpack the received wire by torch, and sum heads that ranks share; return the results and the bytes copied."""
     copied = received.nbytes
     if outs is None and len(plan.unpack) == len(plan.shapes):  # every result is one strided read
         results: Sequence[Tensor] = [
@@ -598,14 +506,7 @@ def _unpack_heads(
 
 
 def _unpacked(received: Tensor, copy: BlockCopy, shape: Ints, share: HeadShare) -> Tensor:
-    """Unpack one tensor whose blocks of all ranks are one copy: put them side by side, or sum them if heads are shared.
-
-    Args:
-        received: wire that has arrived.
-        copy: blocks of the tensor.
-        shape: shape of the result.
-        share: split of the tensor's heads.
-    """
+    """Unpack one tensor whose blocks of all ranks are one copy: side by side, or as a sum if heads are shared."""
     if share.replicated:
         blocks = _wire_view(received, copy)
         return blocks.sum(0, dtype=received.dtype) if copy.size[0] <= _IN_ORDER else _summed(blocks)

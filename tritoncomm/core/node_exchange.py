@@ -37,8 +37,7 @@ class Nodes(NamedTuple):
     Attributes:
         count: number of nodes.
         size: ranks of the group on each node.
-        node: node of this rank, from 0.
-        local: number of this rank on its node, from 0.
+        node, local: node of this rank, and its number there, from 0.
     """
 
     count: int
@@ -65,13 +64,7 @@ class Nodes(NamedTuple):
 
     @classmethod
     def of(cls, group: ProcessGroup, name: str) -> "Nodes":
-        """Return the nodes of ``group``, of as many ranks as ``TRITONCOMM_NODE`` or the launcher says.
-
-        Raises:
-            ArgumentError: neither of them says it.
-            GroupError: the launcher's variables contradict each other.
-            UnsupportedError: nodes have different numbers of ranks of the group, or the group mixes them.
-        """
+        """Return the nodes of ``group``, of as many ranks as ``TRITONCOMM_NODE`` or the launcher says."""
         launch = None if variables.NODE.value else launchers.started_by(os.environ)
         per_node = variables.NODE.value or (launch.local_size if launch is not None else None)
         if not per_node:
@@ -93,18 +86,11 @@ def chosen(levels: str, message_bytes: int | None, group: ProcessGroup, name: st
     """Return the nodes for an exchange in two levels, or None for a flat one. All ranks come to the same answer.
 
     Args:
-        levels: the caller's choice.
-        message_bytes: bytes of one message of the flat exchange; None where ranks may have different ones, for which
-            ``auto`` is flat.
-        group: ranks of the exchange.
-        name: function that the program called, for errors.
-
-    Raises:
-        ArgumentError: ``levels`` is no way of an exchange, or the number of ranks per node is unknown.
-        UnsupportedError: the nodes of ``group`` differ in size; ``auto`` is flat then.
+        message_bytes: bytes of one message of the flat exchange; None where ranks may have different ones.
     """
     if levels not in ("flat", "node", "auto"):
         raise ArgumentError(f"{name}: exchange must be 'flat', 'node' or 'auto', not {levels!r:.80}")
+    # Ranks that decided by their own sizes would run different collectives, so "auto" is flat without a common size.
     if levels == "flat" or (levels == "auto" and (message_bytes is None or message_bytes > AUTO_BYTES)):
         return None
     try:
@@ -119,20 +105,13 @@ def chosen(levels: str, message_bytes: int | None, group: ProcessGroup, name: st
 def row_counts(in_rows: Ints, nodes: Nodes, group: ProcessGroup, name: str, device: torch.device) -> list[list[int]]:
     """Exchange numbers of rows: ``[n][l]`` is the number that the rank of node n sends through this rank to rank l.
 
-    The rank of node n is the one with this rank's local number, and rank l is on this rank's node. The host waits for
-    the device.
-
-    Args:
-        in_rows: rows that this rank sends to each rank of the group.
-        nodes: nodes of the group.
-        group: ranks of the exchange, all of which call.
-        name: function that the program called.
-        device: of the exchange.
+    The rank of node n is the one with this rank's local number, and rank l is on this rank's node.
     """
     sent = torch.tensor(in_rows, dtype=torch.int64).to(device)
     received = empty_on(device, (nodes.count, nodes.size), torch.int64)
     sizes = nodes.across([nodes.size] * nodes.count)
     backend.all_to_all(received.view(-1), sent, sizes, sizes, group, name)
+    # The host waits for the device here.
     return received.tolist()
 
 
@@ -148,20 +127,8 @@ def all_to_all(
 ) -> tuple[CopyPath, int, int]:
     """Send chunk w of ``x`` to rank w in two levels, and receive the ranks' chunks into ``out``, in rank order.
 
-    Args:
-        out: contiguous buffer of the received chunks.
-        x: contiguous chunks to send, in rank order.
-        out_rows: rows of dim 0 that come from each rank; empty for equal chunks.
-        in_rows: rows of dim 0 that go to each rank; empty for equal chunks.
-        nodes: nodes of the group.
-        group: ranks of the exchange, all of which call.
-        name: function that the program called.
-        counts: ``row_counts`` of ``in_rows``, exchanged here by default; equal chunks need none.
-
-    Returns:
-        The path of the two local passes, the bytes that they read plus wrote, and the bytes sent to other ranks.
-
-    Traffic: besides both all-to-alls the rows are copied twice on each rank, once after each level.
+    Returns the path of the local passes, the bytes copied, and the bytes sent to other ranks. ``out_rows`` and
+    ``in_rows`` are rows of dim 0 per rank, empty for equal chunks; ``counts`` are the ``row_counts`` of ``in_rows``.
     """
     if x.dtype in backend.special:
         out, x = backend.carrier(out), backend.carrier(x)
@@ -170,6 +137,8 @@ def all_to_all(
     if not in_rows:
         chunk = x.shape[0] // nodes.world
         across = nodes.across([size * chunk] * count)
+        # Equal chunks need no counts. The first pass brings [node][local] of the arrived rows to [local][node], and the
+        # second one back.
         middle = x.new_empty(x.shape)
         backend.all_to_all(middle, x, across, across, group, name)
         shape = (count, size * chunk, *x.shape[1:])
@@ -181,10 +150,12 @@ def all_to_all(
         return path, copied + copied_back, sent
     if counts is None:
         counts = row_counts(in_rows, nodes, group, name, x.device)
+    # ``ahead`` counts the rows that this rank sends to the rank of each node, for all ranks of that node.
     ahead = [sum(in_rows[node * size : (node + 1) * size]) for node in range(count)]
     middle = x.new_empty((sum(map(sum, counts)), *x.shape[1:]))
     backend.all_to_all(middle, x, nodes.across([sum(row) for row in counts]), nodes.across(ahead), group, name)
     packed = _transposed(middle, counts)
+    # ``away`` counts the rows that this rank hands to each rank of its own node.
     away = [sum(column) for column in zip(*counts, strict=True)]
     arriving = [list(out_rows[local::size]) for local in range(size)]  # [local rank][node]
     inside = nodes.inside([sum(rows) for rows in arriving])

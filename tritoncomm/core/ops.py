@@ -73,16 +73,14 @@ def forced_path() -> PathChoice:
 
 
 def _path_on_gpu(x: Tensor, op: str, dim: int, world: int, sizes: Ints | None, shape: Ints | None) -> CopyPath:
-    """Return ``torch`` for a GPU tensor below the crossover of the tuned table, else ``triton``; see ``path_for``.
-
-    The crossover depends on the bytes per access of the kernel. They are computed only for sizes between the smallest
-    and the largest crossover.
-    """
+    """Return ``torch`` for a GPU tensor below the crossover of the tuned table, else ``triton``; see ``path_for``."""
     limits = crossover(op, x.get_device())
     if limits is None or (nbytes := x.nbytes) >= limits.most:
         return "triton"
     if nbytes < limits.least:
         return "torch"
+    # The crossover depends on the bytes per access of the kernel. Only sizes between the smallest and the largest
+    # crossover pay for computing them.
     unit = x.element_size()
     if op != "reduce":
         layout = (x.shape, x.stride()) if shape is None else (shape, None)
@@ -121,6 +119,7 @@ def pack(
     _range = record.profiler_range("pack")
     wire = out
     if scale is None and out is None and sizes is None and (dtype is None or dtype is x.dtype):
+        # Almost every call is an even split without cast or scale, whose layout comes from a cache.
         shape, stride = x.shape, x.stride()
         is_wire, layout = wire_layout(shape, stride, dim, world)
         if is_wire:
@@ -232,10 +231,7 @@ def _gathered(wire: Tensor, shape: Ints, dim: int, layout: tuple[Ints, Ints, Int
     """Concatenate the shards of a contiguous, even wire by torch: ``cat`` where rows are short, else one strided copy.
 
     Args:
-        wire: shards in rank order.
-        shape: shape of the result.
-        dim: dim of the concatenation.
-        layout: result of ``gathered_layout`` for these arguments.
+        layout: result of ``gathered_layout`` for ``shape``, that of the result, and ``dim``.
     """
     size, stride, shards, row = layout
     if shards is None:
@@ -248,17 +244,7 @@ def _gathered(wire: Tensor, shape: Ints, dim: int, layout: tuple[Ints, Ints, Int
 def _unpack_into(
     out: Tensor, wire: Tensor, plan: AddressMap, dim: int, sizes: Ints | None, scale: float | None, accumulate: bool
 ) -> tuple[CopyPath, int]:
-    """Unpack ``wire`` into ``out``; return the path (torch or triton) and the bytes read plus written.
-
-    Args:
-        out: tensor to fill, of any strides.
-        wire: shards in rank order, ``[world, outer, run]``, or flat with ``sizes``.
-        plan: address map of the split.
-        dim: dim along which the shards are concatenated.
-        sizes: size of ``dim`` on every rank; None splits it as ``torch.chunk`` does.
-        scale: factor applied before the one rounding; None for 1.
-        accumulate: add to ``out`` instead of overwriting it.
-    """
+    """Unpack ``wire``, ``[world, outer, run]`` or flat with ``sizes``; return the path and the bytes copied."""
     path, layout = path_for(out, "unpack", dim, plan.world, sizes), rows_layout(out.shape, out.stride(), dim)
     if layout is None:
         _refuse_triton("unpack", out, dim)
@@ -273,11 +259,7 @@ def _unpack_into(
 
 
 def _refuse_triton(name: str, x: Tensor, dim: int) -> None:
-    """Raise if the path ``triton`` is forced, as no kernel reads ``x`` split along ``dim``; else return.
-
-    Raises:
-        UnsupportedError: names the pass ``name``, the shape and the strides.
-    """
+    """Raise if the path ``triton`` is forced: no kernel reads ``x`` split along ``dim``."""
     if _forced.value == "triton":
         raise UnsupportedError(
             f"{name}: path triton is forced, but no kernel walks shape {tuple(x.shape)} with strides {x.stride()} "
@@ -286,11 +268,7 @@ def _refuse_triton(name: str, x: Tensor, dim: int) -> None:
 
 
 def _leave_to_torch(error: TooLargeError) -> None:
-    """Return, so that torch copies a tensor that is too large for the kernels' integers; raise if triton is forced.
-
-    Raises:
-        UnsupportedError: the path ``triton`` is forced; the text has ``error``.
-    """
+    """Return, so that torch copies a tensor too large for the kernels' integers; raise if ``triton`` is forced."""
     if _forced.value == "triton":
         raise UnsupportedError(f"path triton is forced, but {error}") from error
 
@@ -328,7 +306,7 @@ def reduce(
 
 
 def contiguous(x: Tensor) -> tuple[Tensor, int]:
-    """Return ``x``, copied by torch if it is strided or has lazy bits, and the bytes read plus written by the copy."""
+    """Return ``x``, copied by torch if it is strided or has lazy bits, and the bytes that this copied."""
     if x.is_neg() or x.is_conj():
         return resolved(x).contiguous(), 2 * x.nbytes
     return (x, 0) if x.is_contiguous() else (x.contiguous(), 2 * x.nbytes)
@@ -340,20 +318,11 @@ def resolved(x: Tensor) -> Tensor:
 
 
 def _plain_copy(name: str, x: Tensor, wire: Tensor, shape: Ints, stride: Ints, dim: int, world: int) -> int:
-    """Launch the kernel of an even copy without cast or scale between ``x`` and its contiguous wire.
+    """Launch the kernel ``pack`` or ``unpack`` of an even copy without cast or scale between ``x`` and its wire.
 
-    Almost every call is such a copy, so its launch is cached as a whole: no view of the tensor is made.
-
-    Args:
-        name: ``pack`` or ``unpack``.
-        x: tensor on a GPU.
-        wire: its wire.
-        shape, stride: shape and strides of ``x``.
-        dim, world: split of ``x``.
-
-    Returns:
-        The bytes read plus written; 0 if no kernel fits, and nothing was copied.
+    Returns the bytes copied; 0 if no kernel fits, and nothing was copied.
     """
+    # Almost every call is such a copy, so its launch is cached as a whole: no view of the tensor is made.
     alignment = (x.data_ptr() | wire.data_ptr()) & 15
     launch, copied = _prepared(name, x.get_device(), x.dtype, alignment, shape, stride, dim, world)
     if launch is not None:
@@ -368,12 +337,7 @@ def _prepared(
     """Return the launch of ``_plain_copy`` and the bytes that it copies; (None, 0) if no kernel fits.
 
     Args:
-        name: ``pack`` or ``unpack``.
-        device: index of the GPU.
-        dtype: dtype of both ends.
         alignment: the last four bits of either address, combined by "or".
-        shape, stride: shape and strides of the tensor.
-        dim, world: split of the tensor.
     """
     layout = rows_layout(shape, stride, dim)
     if layout is None or 0 in shape:
@@ -385,25 +349,14 @@ def _prepared(
 
 
 def _pack_blocks(wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Ints | None, scale: float | None) -> int:
-    """Pack ``x``, whose layout no kernel reads, by one strided torch copy per rank; return the bytes read plus written.
-
-    Args:
-        wire: buffer ``[world, outer, run]``, or flat with ``sizes``.
-        x: tensor to pack.
-        plan: address map of the split.
-        dim: dim that is split over the ranks.
-        sizes: size of ``dim`` on every rank; None splits it as ``torch.chunk`` does.
-        scale: factor, which takes a second pass; None for 1.
-
-    Raises:
-        ArgumentError: a scale, and a tensor that is not of floating point.
-    """
+    """Pack ``x``, whose layout no kernel reads, by one strided torch copy per rank; return the bytes copied."""
     if scale is not None and not (x.dtype.is_floating_point and wire.dtype.is_floating_point):
         raise ArgumentError(f"pack: a scale needs floating point tensors, not {x.dtype} and {wire.dtype}")
     for block, shard in _blocks(wire, x, plan, dim, sizes):
         if scale is None:
             block.copy_(shard)
         else:
+            # A scale takes a second pass, in fp32 at least, so that the value is rounded once.
             wide = torch.promote_types(torch.promote_types(x.dtype, wire.dtype), torch.float32)
             value = shard.to(wide) * scale  # not in place: a shard of that type is the caller's memory
             block.copy_(value.float() if wide is torch.float64 and wire.itemsize == 2 else value)
@@ -413,14 +366,7 @@ def _pack_blocks(wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Int
 def _unpack_blocks(
     wire: Tensor, out: Tensor, plan: AddressMap, dim: int, sizes: Ints | None, scale: float | None, accumulate: bool
 ) -> int:
-    """Unpack ``wire`` into ``out``, whose layout no kernel reads, by one strided torch copy per rank.
-
-    Returns:
-        The bytes read plus written.
-
-    Raises:
-        UnsupportedError: a scale, or ``accumulate``: such layouts have no arithmetic.
-    """
+    """Unpack ``wire`` into ``out``, whose layout no kernel reads, by one strided copy per rank; return bytes copied."""
     if scale is not None or accumulate:
         raise UnsupportedError("unpack: scale and accumulate need a result whose split dims one stride can walk")
     for block, shard in _blocks(wire, out, plan, dim, sizes):
@@ -429,15 +375,7 @@ def _unpack_blocks(
 
 
 def _blocks(wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Ints | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each rank (its part of ``wire``, its shard of ``x``), views of one shape; zero the wire's padding.
-
-    Args:
-        wire: buffer ``[world, outer, run]``, or flat with ``sizes``.
-        x: tensor that is split.
-        plan: address map of the split.
-        dim: dim that is split over the ranks.
-        sizes: size of ``dim`` on every rank; None splits it as ``torch.chunk`` does.
-    """
+    """Yield for each rank (its part of ``wire``, its shard of ``x``), views of one shape; zero the wire's padding."""
     dim %= x.dim()
     lead, tail = x.shape[:dim], x.shape[dim + 1 :]
     step, start = -(-x.shape[dim] // plan.world), 0

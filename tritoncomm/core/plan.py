@@ -50,12 +50,8 @@ class CollectivePlan(NamedTuple):
         bytes_received: bytes that this rank receives from the other ranks.
         in_order: whether the received buffer, in rank order, already is the result; else it has to be unpacked. Of a
             reduce-scatter: whether the input already is in rank order; else it has to be packed.
-        send_sizes: size of the split dim that goes to each rank; empty where no dim is split, or all sizes are equal.
-        recv_sizes: size of the gathered dim that comes from each rank; empty where no dim is gathered, or all sizes are
-            equal.
-        send_counts: number of elements that go to each rank; empty where ``send_sizes`` is, and of an exchange of rows.
-        recv_counts: number of elements that come from each rank; empty where ``recv_sizes`` is, and of an exchange of
-            rows.
+        send_sizes, recv_sizes: size of the split or gathered dim per rank; empty for none, or where all are equal.
+        send_counts, recv_counts: elements per rank; empty where the sizes are, and of an exchange of rows.
     """
 
     shape: Ints
@@ -71,19 +67,7 @@ class CollectivePlan(NamedTuple):
 def all_gather(
     shape: Ints, itemsize: int, dim: int, world: int, rank: int, sizes: Ints | None = None
 ) -> CollectivePlan:
-    """Plan an all-gather along ``dim``: ``[..., n, ...] -> [..., n*world, ...]``, or ``[..., sum(sizes), ...]``.
-
-    Args:
-        shape: shape of this rank's tensor.
-        itemsize: bytes of an element.
-        dim: dim along which the tensors of all ranks are concatenated.
-        world: number of ranks.
-        rank: this rank.
-        sizes: size of ``dim`` on every rank; None where all are equal.
-
-    Raises:
-        ShapeError: ``shape`` has no such dim, or ``sizes[rank]`` is not this tensor's size.
-    """
+    """Plan an all-gather along ``dim``: ``[..., n, ...] -> [..., n*world, ...]``, or ``[..., sum(sizes), ...]``."""
     dim = normalize_dim(shape, dim)
     recv_sizes, recv_counts = _gathered(shape, dim, world, rank, sizes)
     result = resized(shape, dim, shape[dim] * world if sizes is None else sum(recv_sizes))
@@ -95,19 +79,7 @@ def all_gather(
 def reduce_scatter(
     shape: Ints, itemsize: int, dim: int, world: int, rank: int, sizes: Ints | None = None
 ) -> CollectivePlan:
-    """Plan a reduce-scatter along ``dim``: ``[..., n, ...] -> [..., n/world, ...]``, or ``[..., sizes[rank], ...]``.
-
-    Args:
-        shape: shape of the tensor, the same on all ranks.
-        itemsize: bytes of an element.
-        dim: dim that is split over the ranks.
-        world: number of ranks.
-        rank: this rank.
-        sizes: size of ``dim`` that each rank keeps; None splits it evenly.
-
-    Raises:
-        ShapeError: ``shape`` has no such dim, its size does not divide by ``world``, or ``sizes`` do not add up to it.
-    """
+    """Plan a reduce-scatter along ``dim``: ``[..., n, ...] -> [..., n/world, ...]``, or ``[..., sizes[rank], ...]``."""
     dim = normalize_dim(shape, dim)
     send_sizes, send_counts = _scattered(shape, dim, world, sizes)
     own = split_evenly(shape, dim, world) if sizes is None else send_sizes[rank]
@@ -125,22 +97,7 @@ def all_to_all(
     scatter_sizes: Ints | None = None,
     gather_sizes: Ints | None = None,
 ) -> CollectivePlan:
-    """Plan an all-to-all that splits ``scatter_dim`` over the ranks and concatenates ``gather_dim`` from them.
-
-    Args:
-        shape: shape of this rank's tensor.
-        itemsize: bytes of an element.
-        scatter_dim: dim that is split over the ranks.
-        gather_dim: dim along which the received shards are concatenated.
-        world: number of ranks.
-        rank: this rank.
-        scatter_sizes: size of ``scatter_dim`` that goes to each rank; None splits it evenly.
-        gather_sizes: size of ``gather_dim`` on each rank; None where all have the size of this one.
-
-    Raises:
-        ShapeError: ``shape`` has no such dim, its size does not divide by ``world``, or the sizes do not fit.
-        ArgumentError: sizes are passed, and both dims are the same.
-    """
+    """Plan an all-to-all that splits ``scatter_dim`` over the ranks and concatenates ``gather_dim`` from them."""
     scatter_dim, gather_dim = normalize_dim(shape, scatter_dim), normalize_dim(shape, gather_dim)
     even = scatter_sizes is None and gather_sizes is None
     if not even:
@@ -151,6 +108,7 @@ def all_to_all(
         if gather_sizes is None:
             gather_sizes = (shape[gather_dim],) * world
     send_sizes, send_counts = _scattered(shape, scatter_dim, world, scatter_sizes)
+    # An even exchange may split and gather one dim, so the gathered size is read from the split shape.
     own = resized(shape, scatter_dim, split_evenly(shape, scatter_dim, world) if even else send_sizes[rank])
     recv_sizes, recv_counts = _gathered(own, gather_dim, world, rank, gather_sizes)
     result = resized(own, gather_dim, own[gather_dim] * world if even else sum(recv_sizes))
@@ -163,23 +121,7 @@ def all_to_all(
 def all_to_all_single(
     shape: Ints, itemsize: int, world: int, rank: int, out_sizes: Ints | None = None, in_sizes: Ints | None = None
 ) -> CollectivePlan:
-    """Plan an all-to-all of the rows of dim 0: ``[n, ...] -> [sum(out_sizes), ...]``.
-
-    The plan has split sizes as soon as one list is passed, even if its sizes are equal: the sizes of the other ranks
-    may differ, and NCCL has another call for the even exchange.
-
-    Args:
-        shape: shape of this rank's tensor.
-        itemsize: bytes of an element.
-        world: number of ranks.
-        rank: this rank.
-        out_sizes: rows that come from each rank; None for equal ones.
-        in_sizes: rows that go to each rank; None for equal ones.
-
-    Raises:
-        ShapeError: ``shape`` is empty, its rows do not divide by ``world``, or the sizes do not fit the tensor or this
-            rank's entries of both lists differ.
-    """
+    """Plan an all-to-all of the rows of dim 0, whose sizes are rows: ``[n, ...] -> [sum(out_sizes), ...]``."""
     if not shape:
         raise ShapeError("a 0-dim tensor has no rows to exchange")
     if in_sizes is not None:
@@ -190,6 +132,8 @@ def all_to_all_single(
     if in_sizes is None and out_sizes is None:
         sent = (rows - split_evenly(shape, 0, world)) * math.prod(row) * itemsize
         return CollectivePlan(shape, sent, sent)
+    # With one list the plan has both, even if all sizes are equal. Sizes of other ranks may differ, and NCCL has
+    # another call for the even exchange.
     send = in_sizes if in_sizes is not None else (split_evenly(shape, 0, world),) * world
     recv = out_sizes if out_sizes is not None else (split_evenly(shape, 0, world),) * world
     own = send[rank]
@@ -200,12 +144,7 @@ def all_to_all_single(
 
 
 def split(shape: Ints, dim: int, world: int, rank: int, sizes: Ints | None = None) -> tuple[int, int]:
-    """Return (start, size) of the shard of ``dim`` that ``rank`` keeps when ``dim`` is split over ``world`` ranks.
-
-    Raises:
-        ShapeError: ``shape`` has no such dim, its size does not divide by ``world``, or ``sizes`` (one entry per rank)
-            do not add up to it.
-    """
+    """Return (start, size) of the shard of ``dim`` that ``rank`` keeps."""
     dim = normalize_dim(shape, dim)
     if sizes is None:
         size = split_evenly(shape, dim, world)
@@ -225,11 +164,7 @@ def all_reduce_bytes(nbytes: int, world: int) -> int:
 
 
 def _scattered(shape: Ints, dim: int, world: int, sizes: Ints | None) -> tuple[Ints, Ints]:
-    """Return (``send_sizes``, ``send_counts``) of a plan that splits ``dim`` by ``sizes``; two empty tuples for None.
-
-    Raises:
-        ShapeError: ``sizes`` do not add up to the size of ``dim``.
-    """
+    """Return (``send_sizes``, ``send_counts``) of a plan that splits ``dim`` by ``sizes``; empty tuples for None."""
     if sizes is None:
         return (), ()
     check_split_sizes(shape, dim, world, sizes)
@@ -238,11 +173,7 @@ def _scattered(shape: Ints, dim: int, world: int, sizes: Ints | None) -> tuple[I
 
 
 def _gathered(shape: Ints, dim: int, world: int, rank: int, sizes: Ints | None) -> tuple[Ints, Ints]:
-    """Return (``recv_sizes``, ``recv_counts``) of a plan that gathers ``dim`` by ``sizes``; two empty tuples for None.
-
-    Raises:
-        ShapeError: ``sizes`` has not one entry per rank, or ``sizes[rank]`` is not this rank's size of ``dim``.
-    """
+    """Return (``recv_sizes``, ``recv_counts``) of a plan that gathers ``dim`` by ``sizes``; empty tuples for None."""
     if sizes is None:
         return (), ()
     if len(sizes) != world or min(sizes) < 0 or sizes[rank] != shape[dim]:
@@ -260,33 +191,21 @@ def resized(shape: Ints, dim: int, size: int) -> Ints:
 
 
 def normalize_dim(shape: Ints, dim: int) -> int:
-    """Return ``dim``, which may be negative, counted from the front.
-
-    Raises:
-        ShapeError: ``shape`` has no such dim.
-    """
+    """Return ``dim``, which may be negative, counted from the front."""
     if not -len(shape) <= dim < len(shape):
         raise ShapeError(f"dim {dim} is out of range")
     return dim % len(shape)
 
 
 def split_evenly(shape: Ints, dim: int, world: int) -> int:
-    """Return the size of ``dim`` on each rank after an even split over ``world`` ranks.
-
-    Raises:
-        ShapeError: the size of ``dim`` does not divide by ``world``.
-    """
+    """Return the size of ``dim`` on each rank after an even split over ``world`` ranks."""
     if shape[dim] % world:
         raise ShapeError(f"dim {dim % len(shape)} of size {shape[dim]} does not divide over {world} ranks")
     return shape[dim] // world
 
 
 def check_split_sizes(shape: Ints, dim: int, world: int, sizes: Ints) -> None:
-    """Check that ``sizes`` has one entry per rank, none negative, and that the entries add up to the size of ``dim``.
-
-    Raises:
-        ShapeError: the check fails.
-    """
+    """Check that ``sizes`` has one entry per rank, none negative, which add up to the size of ``dim``."""
     if len(sizes) != world or sum(sizes) != shape[dim] or min(sizes) < 0:
         raise ShapeError(
             f"split sizes {list(sizes)} do not add up to dim {dim} of size {shape[dim]} over {world} ranks"
@@ -309,22 +228,13 @@ def located(error: Exception, shape: Sequence[int], name: str, group: ProcessGro
 
 
 def chunk_sizes(size: int, world: int) -> Ints:
-    """Return the sizes of the chunks that ``torch.chunk`` makes of ``size`` for ``world`` ranks, zeros included.
-
-    Example:
-        9 over 4 ranks is (3, 3, 3, 0).
-    """
+    """Return the sizes of the chunks that ``torch.chunk`` makes, zeros included: 9 over 4 ranks is (3, 3, 3, 0)."""
     run = -(-size // world)
     return tuple(max(0, min(run, size - w * run)) for w in range(world))
 
 
 def normalize_sizes(sizes: Any, name: str) -> Ints | None:
-    """Return split sizes (a list, tuple, numpy array or CPU tensor of integers) as a tuple of ints; None for None.
-
-    Raises:
-        ArgumentError: ``sizes`` is of another type, or a tensor on a device, whose reading would synchronise the
-            device. ``name`` is the function that the program called.
-    """
+    """Return split sizes (a list, tuple, numpy array or CPU tensor of integers) as a tuple of ints; None for None."""
     if sizes is None:
         return None
     if isinstance(sizes, torch.Tensor):

@@ -25,20 +25,12 @@ MOST_SEGMENTS = 8192  # more than that many small segments take longer than one 
 def gather(
     tensors: Sequence[Tensor], wire: Tensor, segments: Segments, *, scale: float | None = None
 ) -> tuple[record.CopyPath, int]:
-    """Copy the segments of a table from the tensors into the wire.
+    """Copy the segments of a table from the tensors into the wire; return the path and the bytes copied.
 
     Args:
-        tensors: tensors of the table, in its order, of any shapes and strides.
-        wire: contiguous buffer of any dtype, at least ``segments.wire_bytes`` long. Bytes outside of segments are kept.
-        segments: table of the copies, see ``tritoncomm_kernels.Segments``; the kernel's plan is cached by its identity.
+        wire: contiguous buffer, at least ``segments.wire_bytes`` long. Bytes outside of segments are kept.
+        segments: table, see ``tritoncomm_kernels.Segments``; the kernel's plan is cached by its identity.
         scale: factor applied before the one rounding, of floating point tensors only.
-
-    Returns:
-        The path (torch or triton) and the bytes read plus written.
-
-    Raises:
-        ValueError: the table does not fit the tensors or the wire.
-        TypeError: a dtype has no arithmetic here, and is to be cast or scaled.
 
     Traffic: reads and writes every segment once, in one launch on a GPU and one more for every further pair of dtypes.
     """
@@ -60,17 +52,8 @@ def scatter(
     """Copy the segments of a table from the wire into the tensors, or add them: the inverse of ``gather``.
 
     Args:
-        wire: contiguous buffer, at least ``segments.wire_bytes`` long.
-        tensors: tensors of the table, in its order, of any shapes and strides.
-        segments: table of the copies.
-        scale: factor applied before the one rounding, of floating point tensors only.
-        accumulate: add to the tensors instead of overwriting them.
+        accumulate: add to the tensors instead of overwriting them, which reads their rows too.
         sums: add up segments that have the same rows of a tensor, in the order of the table, with one rounding.
-
-    Returns:
-        The path (torch or triton) and the bytes read plus written.
-
-    Traffic: reads and writes every segment once; with ``accumulate`` the rows of the tensors are read too.
     """
     _range = record.profiler_range("scatter")
     if path_for(wire, "segments") == "triton":
@@ -89,20 +72,10 @@ def block_segments(
     itemsize: int,
     wire: int,
 ) -> list[Segment]:
-    """Return the segments of one n-d block of a tensor, which lies contiguous in the wire.
+    """Return the fewest segments of one n-d block of a tensor, which lies contiguous from byte ``wire`` of the wire on.
 
     Args:
-        tensor: index of the tensor in the table.
-        shape, stride: shape and strides of the tensor, in elements.
         start, extent: first index and number of indices of the block, for every dim.
-        itemsize: bytes of an element in the wire.
-        wire: byte offset of the block in the wire.
-
-    Returns:
-        The fewest segments that ``strided_segments`` finds; an empty list for an empty block.
-
-    Raises:
-        ShapeError: the block is not inside the tensor.
 
     Example:
         Rows 2 to 4 and columns 3 to 8 of a contiguous ``[6, 10]`` are ``Segment(tensor, 23, 2, 5, 10, wire)``.
@@ -127,16 +100,10 @@ def strided_segments(
 ) -> Iterator[Segment]:
     """Yield the segments of one n-d block that is strided in the tensor and in the wire.
 
-    Dims that one stride walks on both sides are merged. The longest outer dim becomes the rows of the segments, and
-    each index of the other outer dims gets a segment.
-
     Args:
-        tensor: index of the tensor in the table.
         size: shape of the block.
-        stride, wire_stride: strides of the block in the tensor and in the wire, in elements.
         first: elements from the tensor's data pointer to the block.
-        itemsize: bytes of an element in the wire.
-        wire: byte offset of the block in the wire.
+        wire: byte offset of the block in the wire; ``itemsize`` is an element's size there.
 
     Example:
         ``[2, 3, 4]`` by ``(12, 4, 1)`` at strides ``(24, 8, 1)`` in the wire is ``Segment(tensor, first, 6, 4, 4, wire,
@@ -144,6 +111,8 @@ def strided_segments(
     """
     if 0 in size:
         return
+    # A dim is (number of indices, stride in the tensor, stride in the wire). Neighbours that one stride walks on both
+    # sides are merged.
     dims: list[tuple[int, int, int]] = []
     for count, step, wire_step in zip(size, stride, wire_stride, strict=True):
         if count == 1:
@@ -154,6 +123,7 @@ def strided_segments(
             dims.append((count, step, wire_step))
     row = dims.pop()[0] if dims and dims[-1][1:] == (1, 1) else 1
     rows, step, gap = 1, 0, 0
+    # The longest outer dim becomes the rows of the segments; each index of the others gets a segment.
     if dims:
         rows, step, gap = dims.pop(max(range(len(dims)), key=lambda i: (dims[i][0], i)))
     for index in itertools.product(*(range(count) for count, _, _ in dims)):
@@ -171,7 +141,6 @@ def full_tensors(
     Args:
         layouts: shape, strides and dtype of every tensor.
         starts: byte offset of each tensor in the wire.
-        dtypes: dtype of each tensor in the wire; the tensors' own by default.
     """
     wire_dtypes = dtypes or tuple(dtype for _, _, dtype in layouts)
     blocks = (
@@ -182,11 +151,6 @@ def full_tensors(
 
 
 def table_of(blocks: Iterable[Iterable[Segment]], dtypes: Sequence[torch.dtype]) -> Segments | None:
-    """Return the table with the segments of all ``blocks``; None if it would have more than 8192 segments.
-
-    Args:
-        blocks: segments of each block, in the order of the table; made one after the other, up to the limit.
-        dtypes: dtype of every tensor in the wire.
-    """
+    """Return the table with the segments of all ``blocks``, in order; None if it would have more than 8192 of them."""
     segments = list(itertools.islice(itertools.chain.from_iterable(blocks), MOST_SEGMENTS + 1))
     return None if len(segments) > MOST_SEGMENTS else Segments(segments, dtypes)

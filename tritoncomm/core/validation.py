@@ -42,13 +42,11 @@ _Value = TypeVar("_Value")
 
 
 class PerGroup(Generic[_Value]):
-    """A cache of one value per process group. A value goes when its group is freed, or gets another size or rank.
-
-    ``reconfigure()`` of torch 2.14 changes both in place. A group that exchanged its ranks for as many others looks as
-    before: torch counts no generations.
-    """
+    """A cache of one value per process group. A value goes when its group is freed, or gets another size or rank."""
 
     def __init__(self) -> None:
+        # reconfigure() of torch 2.14 changes a group in place, so each value stands with its ``state_of``. A group that
+        # exchanged its ranks for as many others looks as before: torch counts no generations.
         self._values: WeakKeyDictionary[ProcessGroup, tuple[tuple[int, int] | None, _Value]] = WeakKeyDictionary()
 
     def get(self, group: ProcessGroup) -> _Value | None:
@@ -77,12 +75,7 @@ def state_of(group: ProcessGroup) -> tuple[int, int] | None:
 
 
 def check_input(x: Tensor, name: str) -> None:
-    """Check the tensor that ``name`` is about to send.
-
-    Raises:
-        ArgumentError: ``x`` is a DTensor, or not one strided block of memory.
-        UnsupportedError: ``x`` has a tangent of forward-mode AD, or ``make_fx`` traces the call.
-    """
+    """Reject a tensor that no collective sends: a DTensor, several blocks of memory, a tangent, a ``make_fx`` trace."""
     if forward_ad._current_level >= 0:
         refuse_forward_ad(x, name)
     if _modes():
@@ -92,12 +85,7 @@ def check_input(x: Tensor, name: str) -> None:
 
 
 def checked_dim(x: Tensor, dim: int, name: str) -> int:
-    """Return ``dim`` of ``x``, which may be negative, counted from the front.
-
-    Raises:
-        ArgumentError: ``dim`` is no integer, or ``x`` a tensor that ``check_kind`` refuses.
-        ShapeError: ``x`` has no such dim. ``name`` begins the message.
-    """
+    """Return ``dim`` of ``x``, which may be negative, counted from the front."""
     if type(dim) is not int:
         try:
             dim = int(dim.__index__())
@@ -110,28 +98,19 @@ def checked_dim(x: Tensor, dim: int, name: str) -> int:
 
 
 def checked_ints(values: Any, what: str) -> tuple[int, ...]:
-    """Return ``values``, an iterable of integers, as a tuple of ints.
-
-    Raises:
-        ArgumentError: ``values`` is something else; ``what`` begins the message.
-        ShapeError: an integer is beyond 2**62: no tensor has such a size, and no index array holds it.
-    """
+    """Return ``values``, an iterable of integers, as a tuple of ints; ``what`` begins the text of an error."""
     try:
         result = tuple([operator.index(each) for each in values])
     except TypeError:
         raise ArgumentError(f"{what} must be ints, not {values!r:.80}") from None
+    # No tensor has such a size, and no index array holds it.
     if any(abs(each) > _MOST for each in result):
         raise ShapeError(f"{what}: {values!r:.80} is beyond 2**62")
     return result
 
 
 def world_of(group: ProcessGroup, name: str) -> int:
-    """Return the number of ranks of ``group``.
-
-    Raises:
-        GroupError: the group was destroyed. A group that torch never registered passes, as fault-tolerant trainers make
-            some. ``name`` begins the message.
-    """
+    """Return the number of ranks of ``group``; reject a destroyed one."""
     if group in members:
         return group.size() if _changes_in_place else len(members[group])
     if group in distributed_c10d._world.pg_map:  # of ranks that are threads
@@ -140,6 +119,7 @@ def world_of(group: ProcessGroup, name: str) -> int:
         registered = group.group_name
     except RuntimeError:
         registered = ""
+    # A group that torch never registered passes: fault-tolerant trainers make some.
     if registered:
         try:
             _resolve_process_group(registered)
@@ -150,22 +130,13 @@ def world_of(group: ProcessGroup, name: str) -> int:
 
 
 def ranks_of(group: ProcessGroup, name: str) -> list[int]:
-    """Return the global ranks of ``group``, in the order of the group.
-
-    Raises:
-        GroupError: the group was destroyed; or it was reconfigured to another size or order, and torch's table has its
-            ranks of before.
-    """
+    """Return the global ranks of ``group``, in the order of the group."""
     _check_ranks(group, name)
     return dist.get_process_group_ranks(group)
 
 
 def rank_in(group: ProcessGroup, global_rank: Any, name: str) -> int:
-    """Return the rank in ``group`` of a global rank, in a time that does not grow with the group.
-
-    Raises:
-        GroupError: the group has no such rank; or as ``ranks_of``.
-    """
+    """Return the rank in ``group`` of a global rank, in a time that does not grow with the group."""
     _check_ranks(group, name)
     try:
         rank = operator.index(global_rank)
@@ -177,7 +148,7 @@ def rank_in(group: ProcessGroup, global_rank: Any, name: str) -> int:
 
 
 def _check_ranks(group: ProcessGroup, name: str) -> None:
-    """Raise ``GroupError`` where torch does not know the global ranks of ``group``, as ``ranks_of`` describes."""
+    """Reject a group that was destroyed, or reconfigured so that torch's table has its global ranks of before."""
     world_of(group, name)
     if _changes_in_place and group in members:
         rank, size = group.rank(), group.size()
@@ -189,39 +160,22 @@ def _check_ranks(group: ProcessGroup, name: str) -> None:
 
 
 def refuse_forward_ad(x: Tensor, name: str) -> None:
-    """Reject a dual tensor; the caller has found that a dual level of forward-mode AD is entered.
-
-    Raises:
-        UnsupportedError: ``x`` has a tangent. A collective would send the values alone, and the tangent of the result
-            would be zero.
-    """
+    """Reject a dual tensor; the caller has found that a dual level of forward-mode AD is entered."""
+    # A collective would send the values alone, and the tangent of the result would be zero.
     if is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None:
         raise UnsupportedError(f"{name}: forward-mode AD (dual tensors, torch.func.jvp) has no rule for collectives")
 
 
 def refuse_tracing(name: str) -> None:
-    """Reject a call that ``make_fx`` traces; the caller has found that a dispatch mode is active.
-
-    Raises:
-        UnsupportedError: ``make_fx`` traces. It records the start of a collective and not the wait, so that its graph
-            would read the result too early.
-    """
+    """Reject a call that ``make_fx`` traces; the caller has found that a dispatch mode is active."""
     tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")  # whoever traces has imported it, with sympy
+    # It records the start of a collective and not the wait, so that its graph would read the result too early.
     if tracer is not None and tracer.get_proxy_mode() is not None:
         raise UnsupportedError(f"{name}: make_fx does not record the wait for a collective; trace with torch.export")
 
 
 def refuse_transforms(x: Tensor, name: str, key: str) -> None:
-    """Reject a tensor inside a transform of torch.func, or with a tangent: an exchange would send its data alone.
-
-    Args:
-        x: tensor to check.
-        name: function that the program called.
-        key: name of the tensor in that call.
-
-    Raises:
-        UnsupportedError: ``x`` is such a tensor.
-    """
+    """Reject ``x``, the argument ``key``, inside a transform of torch.func or with a tangent; only data would go."""
     if is_functorch_wrapped_tensor(x):
         raise UnsupportedError(
             f"{name}: {key} is inside a transform of torch.func (vmap, grad, jvp), which has no rule"
@@ -231,12 +185,7 @@ def refuse_transforms(x: Tensor, name: str, key: str) -> None:
 
 
 def check_data(x: Tensor, name: str) -> None:
-    """Check that ``x``, which ``name`` is about to send to a waiting peer, has data and is one strided block of memory.
-
-    Raises:
-        ArgumentError: ``x`` is a meta or fake tensor, a sparse or nested one, or a DTensor.
-        UnsupportedError: ``make_fx`` traces the call.
-    """
+    """Check that ``x``, on its way to a waiting peer, has data and is one strided block of memory."""
     if _modes():
         refuse_tracing(name)
     if type(x) is Tensor and not (x.is_meta or x.is_nested) and x.layout is _strided:
@@ -248,11 +197,7 @@ def check_data(x: Tensor, name: str) -> None:
 
 
 def check_kind(x: Tensor, name: str) -> None:
-    """Check that ``x``, an argument of ``name``, is one strided block of this rank's memory.
-
-    Raises:
-        ArgumentError: ``x`` is a sparse or nested tensor, or a DTensor.
-    """
+    """Reject a sparse or nested tensor, or a DTensor: ``x`` has to be one strided block of this rank's memory."""
     if x.is_nested:
         raise ArgumentError(
             f"{name}: expected a strided tensor, not a nested one; pass its .values() or a padded tensor"
