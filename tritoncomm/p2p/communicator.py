@@ -87,10 +87,7 @@ class P2PCommunicator:
         return getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)
 
     def _device(self) -> torch.device:
-        """Return the device of received tensors for a hop without sends: ``pipeline_device``, else the group's own.
-
-        The first answer is kept.
-        """
+        """Return the device of received tensors for a hop without sends: ``pipeline_device``, else the group's."""
         if self._default_device is None:
             device = getattr(self.config, "pipeline_device", None)
             self._default_device = (
@@ -104,17 +101,8 @@ class P2PCommunicator:
         """Make one hop as the configuration says, inside Megatron's timer of ``name``; return as ``hop.exchange`` does.
 
         Args:
-            name: the public method, for the timer, errors and counters.
-            outgoing: by ``send_next`` and ``send_prev``, a tensor or a list of tensors for that stage; empty if nothing
-                is sent.
-            receives: the keys of the transfers to receive, ``recv_prev`` and ``recv_next``.
+            receives: the keys of the transfers to receive.
             shapes: the shape, or a list of shapes, to receive from each side.
-            wait: wait for all transfers; else return handles.
-
-        Raises:
-            RuntimeError: something is received, and its dtype or shape is missing.
-            AssertionError: a batch is not waited for.
-            UnsupportedError: the configuration asks for ring exchange.
         """
         config = self.config
         timers = getattr(config, "timers", None)
@@ -235,14 +223,9 @@ class P2PCommunicator:
         """Send tensors to one neighbour and receive tensors from it: a tensor for a tensor, a list for a list.
 
         Args:
-            name: the public method.
             side: of the neighbour: ``next`` or ``prev``.
             sent: a tensor, or a list in which None stands for no tensor.
-            shapes: one shape, or a list of shapes to receive.
             is_edge: there is no such neighbour: transfer nothing, and return None for each tensor.
-
-        Raises:
-            ShapeError: there are not as many shapes as tensors.
         """
         sends, receives = f"send_{side}", f"recv_{side}"
         if not is_edge and isinstance(sent, Tensor) and len(shapes) > 0:

@@ -52,12 +52,7 @@ _Parsed = TypeVar("_Parsed")
 
 @lru_cache(maxsize=256)  # 10 us of the 80 us of a step with headers
 def encode(specs: Specs) -> Tensor:
-    """Encode shapes and dtypes as the int64 words of a header, in CPU memory, with zeros up to ``WORDS`` words.
-
-    Raises:
-        UnsupportedError: a header has no room for the number of tensors, or no word for a dtype, or a tensor has more
-            than ``MAX_DIMS`` dims or more bytes than 64 bits count.
-    """
+    """Encode specs as the int64 words of a header, in CPU memory, with zeros up to ``WORDS`` words."""
     count = _FIXED + sum([_PER_TENSOR + len(shape) for shape, _ in specs])
     if count > MAX_WORDS:
         raise UnsupportedError(f"a header cannot announce {len(specs)} tensors: {count} words, {MAX_WORDS} fit")
@@ -75,11 +70,7 @@ def encode(specs: Specs) -> Tensor:
 
 
 def length(words: Sequence[int]) -> int:
-    """Return the number of words of a header, padding excluded, as the first words of the header state it.
-
-    Raises:
-        MismatchError: the words do not begin a header, or the stated number is not between 3 and ``MAX_WORDS``.
-    """
+    """Return the number of words of a header, padding excluded, as the first words of the header state it."""
     if len(words) < _FIXED or words[0] != _MAGIC:
         raise MismatchError("no header came first: both sides have to send one (TRITONCOMM_CHECK on all ranks)")
     if not _FIXED <= words[1] <= MAX_WORDS:
@@ -88,11 +79,7 @@ def length(words: Sequence[int]) -> int:
 
 
 def decode(words: Sequence[int]) -> Specs:
-    """Decode all words of a header, padding included, into the shapes and dtypes that ``encode`` wrote.
-
-    Raises:
-        MismatchError: ``encode`` writes such words for no tensors.
-    """
+    """Decode all words of a header, padding included, into the shapes and dtypes that ``encode`` wrote."""
     end, at = length(words), _FIXED
     if len(words) != max(end, WORDS) or any(words[end:]):
         raise MismatchError(f"a header of {end} words arrived in {len(words)}, or with non-zero padding")
@@ -137,25 +124,16 @@ def exchange_headers(
     on_sent: Callable[[str], None] = lambda key: None,
     before_recv: Callable[[str, bool], None] = lambda key, in_helper: None,
 ) -> Iterator[tuple[str, Specs]]:
-    """Send headers to and receive headers from the neighbours of a stage; yield (key, specs) as each header arrives.
-
-    Nothing is sent before the first ``next()``.
+    """Send headers to the neighbours and receive theirs; yield (key, specs) as each arrives.
 
     Args:
-        neighbours: of this stage.
-        name: the public function, for errors and counters.
-        sends: shapes and dtypes to announce, by ``send_prev`` and ``send_next``.
-        receives: the keys ``recv_prev`` and ``recv_next`` of the expected headers, in this order.
+        receives: keys of the expected headers, ``recv_prev`` before ``recv_next``.
         device: of the tensors that follow. Headers are CPU tensors where a group carries them, else on this device.
         posted: a list to which the sends of headers in flight are appended; the caller waits for them.
         on_sent: called with the key after each header is posted, where headers are CPU tensors.
         before_recv: called with the key before each wait for a header, and with True in a helper thread.
-
-    Raises:
-        MismatchError: a neighbour sent something else than a header.
-        PeerError: a neighbour died, or sent no header within the group's timeout.
-        UnsupportedError: a header cannot announce a tensor.
     """
+    # This is a generator: nothing is sent before the first next().
     has_one_peer = neighbours.prev == neighbours.next
     link, near = _cpu_link(neighbours, device, (*sends, *receives))
     for key in [direction.key for direction in link.batch if direction.key in sends and direction.key in near]:
@@ -164,6 +142,7 @@ def exchange_headers(
         parts = (words,) if len(words) == WORDS else (words[:WORDS], words[WORDS:])
         posted += [post_one(link.directions[True][key], name, part) for part in parts]
         on_sent(key)
+    # With one peer the header and the message of the activations come before the header of the gradients.
     for batch in _ACTIVATION_FIRST if has_one_peer else _ALL:
         if keys := tuple(key for key in batch if key not in near and (key in sends or key in receives)):
             yield from _exchange_on_device(neighbours, name, keys, sends, receives, device, posted, before_recv)
@@ -177,17 +156,7 @@ def exchange_headers(
 
 
 def recv_header(neighbours: Neighbours, name: str, key: str) -> Specs:
-    """Wait for a header in CPU memory from the neighbour of ``key``; return the shapes and dtypes that it announces.
-
-    Args:
-        neighbours: over groups that carry CPU tensors.
-        name: the public function, for errors and counters.
-        key: ``recv_prev`` or ``recv_next``.
-
-    Raises:
-        MismatchError: the message is no header.
-        PeerError: the neighbour died, or sent nothing within the group's timeout.
-    """
+    """Wait for a header in CPU memory from the neighbour of ``key``; return the shapes and dtypes that it announces."""
     record.add(f"{name}.header", "cpu", 0, 0, 0.0)
     direction = neighbours.directions[True][key]
     first = empty_on(_cpu, (WORDS,), torch.int64)
@@ -201,11 +170,7 @@ def recv_header(neighbours: Neighbours, name: str, key: str) -> Specs:
 
 
 def _encode_for(neighbours: Neighbours, name: str, key: str, specs: Specs) -> Tensor:
-    """Return ``encode(specs)``, the words of a header to the peer of ``key``.
-
-    Raises:
-        UnsupportedError: as ``encode``, with the function, the stage and the receiver in its text.
-    """
+    """Return ``encode(specs)``, a header to the peer of ``key``; an error names the stage and the receiver."""
     try:
         return encode(specs)
     except UnsupportedError as error:
@@ -215,11 +180,7 @@ def _encode_for(neighbours: Neighbours, name: str, key: str, specs: Specs) -> Te
 def _parse(
     neighbours: Neighbours, name: str, key: str, parse: Callable[[list[int]], _Parsed], words: list[int]
 ) -> _Parsed:
-    """Return ``parse(words)``, where ``parse`` reads words of a header from the peer of ``key``.
-
-    Raises:
-        MismatchError: as ``parse``, with the function, the stage and the sender in its text.
-    """
+    """Return ``parse(words)`` of a header from the peer of ``key``; an error names the stage and the sender."""
     try:
         return parse(words)
     except MismatchError as error:
@@ -245,11 +206,7 @@ def _exchange_on_device(
     posted: list[Posted],
     before_recv: Callable[[str, bool], None],
 ) -> Iterator[tuple[str, Specs]]:
-    """Exchange the headers of ``keys`` as tensors on ``device``, one batch for both directions; yield (key, specs).
-
-    This serves groups that carry no CPU tensors. Each received header costs one wait for the stream. The other
-    arguments are those of ``exchange_headers``.
-    """
+    """Exchange the headers of ``keys`` on ``device``, where groups carry no CPU tensors; yield (key, specs)."""
     words = {key: _encode_for(neighbours, name, key, sends[key]).to(device) for key in keys if key in sends}
     buffers = {key: torch.empty(WORDS, dtype=torch.int64, device=device) for key in keys if key in receives}
     first = _post_on_device(neighbours, name, {key: x[:WORDS] for key, x in words.items()} | buffers)
@@ -258,6 +215,7 @@ def _exchange_on_device(
     for key, buffer in buffers.items():
         before_recv(key, False)
         first[key].wait()
+        # Each received header costs one wait for the stream, here.
         arrived[key] = buffer.tolist()
         if (more := _parse(neighbours, name, key, length, arrived[key]) - WORDS) > 0:
             rest[key] = torch.empty(more, dtype=torch.int64, device=device)
@@ -273,12 +231,10 @@ def _exchange_on_device(
 def _recv_both(
     neighbours: Neighbours, name: str, keys: Sequence[str], before_recv: Callable[[str, bool], None]
 ) -> Iterator[tuple[str, Specs]]:
-    """Receive the headers of two neighbours in a thread each; yield (key, specs) in the order of arrival.
-
-    A neighbour's message has to be received as soon as its header is there, or stages wait for each other in a circle.
-    Gloo has no call that tells which of two receives completed first. The threads do nothing else, because a device, a
-    stream and a grad mode belong to the caller's thread. An error of a thread is raised after the other header.
-    """
+    """Receive the headers of two neighbours in a thread each; yield (key, specs) in the order of arrival."""
+    # A neighbour's message has to be received as soon as its header is there, or stages wait for each other in a
+    # circle. Gloo has no call that tells which of two receives completed first, so each has a thread. The threads do
+    # nothing else, because a device, a stream and a grad mode belong to the caller's thread.
     arrivals: SimpleQueue[tuple[str, Specs | BaseException]] = SimpleQueue()
 
     def receive(key: str) -> None:
@@ -303,6 +259,7 @@ def _recv_both(
     finally:
         for thread in threads:
             thread.join()
+    # An error of a thread is raised after the other header has arrived.
     if failures:
         raise failures[0]
 
@@ -310,15 +267,12 @@ def _recv_both(
 def _cpu_link(
     neighbours: Neighbours, device: torch.device, keys: Collection[str]
 ) -> tuple[Neighbours, Collection[str]]:
-    """Return neighbours over groups that carry CPU tensors, and the keys of ``keys`` that are served over them.
-
-    The neighbours themselves serve all keys for a CPU ``device``, and where their groups carry CPU tensors. Else the
-    CPU group of a pipeline of ``initialize()`` serves adjacent stages. All stages make it at their first header, as
-    they make NCCL's communicator at their first batch. Both ends choose identically, from their places on the ring.
-    """
+    """Return neighbours over groups that carry CPU tensors, and the keys of ``keys`` that are served over them."""
     group, outside = neighbours.group(), neighbours.outside and neighbours.outside()
     if device.type == "cpu" or all(_cpu in each._device_types for each in (group, outside) if each is not None):
         return neighbours, keys
+    # The CPU group of a pipeline of initialize() serves adjacent stages. All stages make it at their first header, as
+    # they make NCCL's communicator at their first batch. Both ends choose identically, from their places on the ring.
     entry = next((entry for entry in groups.groups.values() if entry.group is group), None)
     near = neighbours.adjacent.intersection(keys)
     if entry is None or not near:

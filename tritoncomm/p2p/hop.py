@@ -48,30 +48,19 @@ def exchange(
     wait: bool = True,
     casts: bool = False,
 ) -> tuple[dict[str, Any], Any]:
-    """Make one hop: up to four transfers at once.
+    """Make one hop, up to four transfers at once; return (received, handles).
 
     Args:
-        neighbours: of this stage.
-        name: the public function, for errors and counters.
-        outgoing: by ``send_next`` and ``send_prev``, a tensor or a sequence of tensors of any strides for that stage;
-            None for nothing.
-        expected: by ``recv_prev`` and ``recv_next``, the shape of the tensor from that stage, a list of shapes, or a
-            contiguous tensor to receive into; None for nothing.
-        dtype: of received tensors.
+        outgoing: a tensor or a sequence of tensors of any strides; None for nothing.
+        expected: a shape, a list of shapes, or a contiguous tensor to receive into; None for nothing.
         device: of received tensors; None for the device of the tensors sent, else the group's.
         batched: post all transfers as one batch, or in the order that single blocking calls need.
-        variable: only the number of tensors and their dtype are known; a header announces the shapes. The neighbours
-            have to agree.
-        wait: wait for all transfers; else return handles.
-        casts: cast what is sent to ``dtype``, which the receivers allocate too.
+        variable: a header announces the shapes, and ``expected`` their number; the neighbours have to agree.
+        casts: cast the tensors sent to ``dtype``, which the receivers allocate too.
 
     Returns:
-        (received, handles): by key of ``expected`` a tensor for a shape and a list for a list. The handles are None
-        once waited for, an empty dict where nothing was posted, else by key.
-
-    Raises:
-        PeerError: a neighbour died, or did not post its side within the group's timeout.
-        MismatchError: a neighbour sent something else than was expected.
+        The received tensors by key of ``expected``, a tensor for a shape and a list for a list. Handles by key without
+        ``wait``, None once waited for, an empty dict where nothing was posted.
     """
     started, transfers, _range = hooks.clock(), None, None
     if record.is_observed():
@@ -84,6 +73,8 @@ def exchange(
     receives: dict[str, Incoming] = {}
     wires: dict[str, Tensor] = {}
     received: dict[str, Any] = {}
+    # ``wires`` has the buffers of the transfers by key, sends and receives. ``receives`` has the messages that are
+    # allocated later: by their specs below, or by a header.
     has_headers = variable or _check.value
     try:
         for key, x in outgoing.items():
@@ -99,6 +90,7 @@ def exchange(
                 continue
             if device is None:
                 device = _device_of(sends) or (x.device if isinstance(x, Tensor) else neighbours.default_device())
+            # One tensor of one shape, the usual case, needs no Incoming.
             if not (has_headers or neighbours.is_single_rank or (tensor := allocate_one(x, dtype, device)) is None):
                 wires[key] = received[key] = tensor
                 continue
@@ -114,11 +106,14 @@ def exchange(
             CheckedHop(neighbours, name, contents).give_up(f"{type(error).__name__}: {error}")
         raise
     if transfers is not None:
+        # ``hooks.begin`` has this dict, which was empty: shapes are known only here.
         transfers |= {key: specs_of(tensors) for key, tensors in sends.items()}
         transfers |= {key: specs_of([x]) for key, x in received.items() if key in wires}
         transfers |= {key: incoming.specs for key, incoming in receives.items()}
     handles: Any = None
     posted: Sized = wires
+    # A ring of one stage sends nothing. Messages with headers are allocated as headers arrive; others are allocated now
+    # and posted at once.
     if neighbours.is_single_rank:
         path, copied, sent = "torch", copied + _copy_to_self(neighbours, name, sends, receives, received), 0
         posted = ()
@@ -143,6 +138,7 @@ def exchange(
         else:
             handles = post(neighbours, name, wires, batched)
             keep_alive(handles.values())
+    # Where nothing was posted there is nothing to wait for: the handles are an empty dict, even after ``wait``.
     record.add(name, path, copied, sent, started)
     return received, handles if posted else {}
 
@@ -153,11 +149,7 @@ def _device_of(sends: Mapping[str, list[Tensor]]) -> torch.device | None:
 
 
 def real_device(device: torch.device | str, name: str) -> torch.device:
-    """Return a caller's device as a ``torch.device``.
-
-    Raises:
-        ArgumentError: it is no device, or has no memory to receive into.
-    """
+    """Return a caller's device as a ``torch.device``; reject a device without memory to receive into."""
     try:
         device = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -174,16 +166,9 @@ def _copy_to_self(
     receives: Mapping[str, Incoming],
     received: dict[str, Any],
 ) -> int:
-    """Make the hop of a ring of one stage: copy each send into the receive from the same neighbour's other side.
-
-    Tensors for the next stage come from the previous one, and tensors for the previous stage from the next one. They
-    are added to ``received``. Return the bytes read plus written.
-
-    Raises:
-        ArgumentError: a send has no receive, or a receive has no send.
-        MismatchError: shapes or dtypes of a send and its receive differ.
-    """
+    """Make the hop of a ring of one stage: copy sends into ``received``; return the bytes read plus written."""
     copied = 0
+    # Tensors for the next stage come from the previous one, and tensors for the previous stage from the next one.
     for source, target in (("send_next", "recv_prev"), ("send_prev", "recv_next")):
         if (source in sends) != (target in receives):
             raise ArgumentError(f"{name}: the only stage of a pipeline has to receive just what it sends")
@@ -203,12 +188,10 @@ class Hop:
     """A hop whose messages have headers, from its first header to the last transfer that is waited for.
 
     Attributes:
-        neighbours: of this stage.
-        name: the public function, for errors and counters.
-        posted: the transfers of messages in flight, by key.
+        posted: the transfers of messages in flight.
         headers: the sends of headers in flight.
-        received: the received tensors by key, in the form that the caller expects.
-        problems: by key, the mismatch of a message, raised after its transfer; also the mismatches of earlier hops.
+        received: the received tensors, in the form that the caller expects.
+        problems: the mismatch of a message, raised after its transfer; also the mismatches of earlier hops.
         checked: in check mode, the comparison with the other ends of the transfers.
         empty: keys of sends without elements, which have a header and no message.
     """
@@ -233,16 +216,11 @@ class Hop:
     ) -> None:
         """Exchange headers, allocate memory for the tensors that they announce, and post the messages.
 
-        A message between CPUs, where a send occupies no stream, is posted right behind its header. In check mode both
-        ends of each transfer compare specs first. Mismatches go into ``problems``.
-
         Args:
-            sends: the tensors to send, by key.
-            wires: the packed sends that have elements, by key; emptied here.
-            receives: the expected messages, by key.
-            device: of received tensors.
+            wires: the packed sends that have elements; emptied here.
             batched: post messages that are not between CPUs as one batch.
         """
+        # Between CPUs, where a send occupies no stream, a message is posted right behind its header.
         directions = self.neighbours.directions[bool(batched)]
 
         def start(key: str) -> None:
@@ -253,6 +231,7 @@ class Hop:
         try:
             specs = {key: specs_of(tensors) for key, tensors in sends.items()}
             self.empty = [key for key in sends if key not in wires]
+            # In check mode both ends of each transfer compare specs first.
             if _check.value:
                 self.checked = CheckedHop(self.neighbours, self.name, contents_of(specs, receives))
                 self._note(next(iter((*sends, *receives)), ""), self.checked.earlier())
@@ -287,12 +266,7 @@ class Hop:
             raise
 
     def wait(self) -> None:
-        """Wait for all transfers; in check mode compare the sends with the expectations of their receivers.
-
-        Raises:
-            MismatchError: a message differs from the expected one.
-            PeerError: a neighbour died, or did not post its side within the group's timeout.
-        """
+        """Wait for all transfers; in check mode compare the sends with the expectations of their receivers."""
         try:
             for posted in (*self.posted.values(), *self.headers):
                 posted.wait()
@@ -304,15 +278,11 @@ class Hop:
             raise MismatchError("; ".join(self.problems.values()))
 
     def handles(self) -> dict[str, "Handle"]:
-        """Return a handle of each message in flight, by key; keep its sends alive when a handle is dropped.
-
-        Raises:
-            MismatchError: a message that has no handle differs from the expected one.
-            PeerError: as ``wait``, which is called before that error is raised.
-        """
+        """Return a handle of each message in flight; keep its sends alive when a handle is dropped."""
         keep_alive((*self.headers, *self.posted.values()))
         for key in self.empty:
             self.compare(key)
+        # No handle would raise this mismatch, so ``wait`` does, after all transfers.
         if any(key not in self.posted for key in self.problems):
             self.wait()
         return {key: Handle(self, key) for key in self.posted}
@@ -333,11 +303,9 @@ class Hop:
             self.problems[key] = f"{self.problems[key]}; {problem}" if key in self.problems else problem
 
     def explain(self, error: PeerError) -> NoReturn:
-        """Raise the error of a transfer.
-
-        In check mode abandon the hop first, which tells its other ends through the store. Then raise the cause that
-        another rank has published, if there is one; else ``error``, with the names of peers that have ended.
-        """
+        """Raise the error of a transfer, or in check mode the cause of it that another rank has published."""
+        # In check mode the hop is abandoned first, which tells its other ends through the store. Without a published
+        # cause the text names the peers that have ended.
         explained = error if self.checked is None else self.checked.explained(error)
         try:
             if explained is error:
@@ -356,12 +324,7 @@ class Handle:
         self._hop, self._key = hop, key
 
     def wait(self) -> None:
-        """Wait for the transfer: a sent tensor may be reused then, and a received one has its values.
-
-        Raises:
-            MismatchError: the message differs from the expected one.
-            PeerError: the neighbour died, or did not post its side within the group's timeout.
-        """
+        """Wait for the transfer: a sent tensor may be reused then, and a received one has its values."""
         is_send = self._key.startswith("send")
         try:
             self._hop.posted[self._key].wait()

@@ -65,32 +65,20 @@ def is_single_shape(x: Any) -> bool:
 
 
 def is_one_shape(x: Any) -> bool:
-    """Whether ``x`` is one shape and not a list of shapes, where ``()`` is a shape and sizes may be any integers.
-
-    ``is_single_shape`` answers the same question by Megatron's rule, for which ``()`` is no shape and sizes are ints.
-    """
+    """Whether ``x`` is one shape and not a list of shapes, where ``()`` is a shape and sizes may be any integers."""
+    # ``is_single_shape`` has Megatron's rule instead: ``()`` is no shape there, and sizes are ints.
     return isinstance(x, (list, tuple)) and (x == () or (len(x) > 0 and hasattr(x[0], "__index__")))
 
 
 def as_shapes(x: Any, name: str) -> list[tuple[int, ...]]:
-    """Convert one shape or a list of shapes, as a caller passed it, to a list of shapes; ``()`` is a 0-dim tensor.
-
-    Raises:
-        ArgumentError: ``x`` is neither, and the text begins with ``name``.
-        ShapeError: a size is negative.
-    """
+    """Convert one shape or a list of shapes, as a caller passed it, to a list of shapes; ``()`` is a 0-dim tensor."""
     if not isinstance(x, (list, tuple)):
         raise ArgumentError(f"{name}: expected a shape or a list of shapes, not {x!r}")
     return [as_shape(shape, name) for shape in ([x] if is_one_shape(x) else x)]
 
 
 def as_shape(x: Any, name: str) -> tuple[int, ...]:
-    """Convert one shape, as a caller passed it, to a tuple of ints.
-
-    Raises:
-        ArgumentError: ``x`` is no sequence of ints, and the text begins with ``name``.
-        ShapeError: a size is negative.
-    """
+    """Convert one shape, as a caller passed it, to a tuple of ints."""
     try:
         shape = tuple(map(index, x))
     except TypeError:
@@ -106,7 +94,7 @@ def specs_of(tensors: Sequence[Tensor]) -> Specs:
 
 
 def describe(specs: Specs) -> str:
-    """Write shapes and dtypes as text: ``[2, 3] float32, [4] int64``, at most 8 of them; ``nothing`` for none."""
+    """Write specs as text: ``[2, 3] float32, [4] int64``, at most 8 of them; ``nothing`` for none."""
     shown = [f"{list(shape)} {_name_of(dtype)}" for shape, dtype in specs[:_MAX_SHOWN]]
     more = [f"and {len(specs) - _MAX_SHOWN} more"] if len(specs) > _MAX_SHOWN else []
     return ", ".join(shown + more) or "nothing"
@@ -123,15 +111,10 @@ def _as_lists(specs: Specs) -> list[list[Any]]:
 
 
 def describe_hop(neighbours: Neighbours, transfers: Mapping[str, Specs | None]) -> tuple[str, str, list[Any]]:
-    """Describe the transfers of one hop for the flight record; ``debug.transfers`` reads the list.
+    """Describe a hop for the flight record: (text of the sends, text of the receives, list of transfers).
 
-    Args:
-        neighbours: of the stage.
-        transfers: specs by key (``send_next``, ...); None for tensors whose shapes a header announces.
-
-    Returns:
-        (text of the sends, text of the receives, ``[key, global rank of the peer, [[sizes, dtype name], ...]]`` of
-        each transfer, with None for unknown specs).
+    ``transfers`` has None for specs that a header announces. ``debug.transfers`` reads the list, ``[key, global rank of
+    the peer, [[sizes, dtype name], ...] or None]`` of each transfer.
     """
     texts: dict[str, list[str]] = {"to": [], "from": []}
     listed = []
@@ -143,7 +126,7 @@ def describe_hop(neighbours: Neighbours, transfers: Mapping[str, Specs | None]) 
 
 
 def contents_of(sends: Mapping[str, Specs], receives: Mapping[str, "Incoming"]) -> dict[str, Content]:
-    """Return, by key, the content that both ends of a transfer compare in check mode: specs sent, or specs expected."""
+    """Return the content that both ends of a transfer compare in check mode: specs sent, or specs expected."""
     contents = {key: Content(describe(specs), _as_lists(specs)) for key, specs in sends.items()}
     for key, each in receives.items():
         if each.specs is not None:
@@ -171,22 +154,10 @@ Buffers = tuple[Tensor, list[Tensor]]
 
 
 def pack(x: Any, name: str, dtype: torch.dtype | None = None) -> Packed | None:
-    """Pack a caller's tensor, or a list or tuple of tensors on one device, into one message.
-
-    One contiguous tensor is its own wire. Other tensors are copied in one pass over memory.
+    """Pack a caller's tensor, or a list or tuple of tensors on one device, into one message; None of an empty list.
 
     Args:
-        x: a tensor, or a list or tuple of tensors.
-        name: the public function, for errors.
         dtype: of the tensors that the receiver allocates; floating-point tensors are cast to it. None sends any dtypes.
-
-    Returns:
-        The wire to send, the list of tensors with their shapes, the path of the copy, and the bytes copied; None of an
-        empty list.
-
-    Raises:
-        ArgumentError: ``x`` is something else, or a tensor has no strided data of this rank; the text begins with
-            ``name``.
     """
     if isinstance(x, Tensor):
         check_data(x, name)
@@ -194,6 +165,7 @@ def pack(x: Any, name: str, dtype: torch.dtype | None = None) -> Packed | None:
             wire = _cast(x, dtype, name)
             return carrier(wire), [wire], "torch", x.nbytes + wire.nbytes
         if x.dtype not in special and not x.is_neg():
+            # One contiguous tensor is its own wire. Other tensors are copied in one pass over memory.
             if x.is_contiguous():
                 return x, [x], "view", 0
             if ops.path_for(x) == "torch":
@@ -225,6 +197,7 @@ def pack(x: Any, name: str, dtype: torch.dtype | None = None) -> Packed | None:
     table = full_tensors(tuple([(each.shape, each.stride(), each.dtype) for each in tensors]), starts)
     if table is not None and table.segments:
         return wire, slots, *gather(tensors, wire, table)
+    # A table that would be too long leaves one launch per tensor; tensors without elements need none.
     path, bytes_copied = "view", 0
     for each, slot in zip(tensors, slots, strict=True):
         if each.numel():
@@ -234,11 +207,7 @@ def pack(x: Any, name: str, dtype: torch.dtype | None = None) -> Packed | None:
 
 
 def _cast(x: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Return a contiguous copy of ``x`` in the dtype that its receiver allocates, without a graph.
-
-    Raises:
-        ArgumentError: one of the two dtypes is not floating point.
-    """
+    """Return a contiguous copy of ``x`` in the dtype that its receiver allocates, without a graph."""
     if not (x.is_floating_point() and dtype.is_floating_point):
         raise ArgumentError(
             f"{name}: a tensor {describe(specs_of([x]))} for a receiver of {_name_of(dtype)} (pipeline_dtype): only "
@@ -248,10 +217,7 @@ def _cast(x: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def allocate(specs: Specs, device: torch.device | str) -> Buffers:
-    """Allocate an uninitialised message for tensors of these specs; several tensors share the memory of one wire.
-
-    No tensor is a view of another one: each has ``_base`` None.
-    """
+    """Allocate an uninitialised message for tensors of these specs; several tensors share the memory of one wire."""
     if len(specs) == 1:
         ((shape, dtype),) = specs
         x = empty_on(device, shape, dtype)
@@ -265,17 +231,15 @@ def allocate(specs: Specs, device: torch.device | str) -> Buffers:
     storage = wire.untyped_storage()
     tensors = []
     for (shape, dtype), start in zip(specs, starts, strict=True):
+        # ``set_`` makes no view: no tensor is a view of another one, and each has _base None.
         x = empty_on(device, (0,), dtype)
         tensors.append(x.set_(storage, start // dtype.itemsize, shape, contiguous_stride(shape)))  # type: ignore[arg-type]
     return wire, tensors
 
 
 def allocate_one(shape: Any, dtype: torch.dtype | None, device: torch.device) -> Tensor | None:
-    """Allocate a tensor to receive into, which is its own wire; it requires a gradient if its dtype allows it.
-
-    Return None, and leave the case to ``Incoming``, for anything but one shape with elements and a dtype that backends
-    move. The detour over ``Incoming`` costs the host 4 us, a third of a hop that receives one tensor.
-    """
+    """Allocate a tensor to receive into, which is its own wire; None leaves all but one plain shape to ``Incoming``."""
+    # The detour over Incoming costs the host 4 us, a third of a hop that receives one tensor.
     if type(shape) not in _SHAPES or not shape or 0 in shape or dtype is None or dtype in special:
         return None
     try:
@@ -291,7 +255,7 @@ class Incoming(NamedTuple):
     """The message that a receiver expects from one neighbour.
 
     Attributes:
-        specs: shapes and dtypes, or None where only a header has the shapes.
+        specs: None where only a header has the shapes.
         dtype: of every tensor, where only a header has the shapes.
         count: number of tensors.
         is_single: whether the caller gets a tensor and not a list.
@@ -306,17 +270,10 @@ class Incoming(NamedTuple):
 
     @classmethod
     def of(cls, expected: Any, dtype: torch.dtype | None, variable: bool, name: str) -> "Incoming":
-        """Parse a caller's description of the tensors to receive.
+        """Parse a caller's description of the tensors to receive: a shape, a list of shapes, or a contiguous tensor.
 
         Args:
-            expected: a shape, a list of shapes, or a contiguous tensor to receive into.
-            dtype: of the tensors, where ``expected`` is no tensor.
             variable: a header announces the shapes, so that only their number counts.
-            name: the public function, for errors.
-
-        Raises:
-            ArgumentError: ``expected`` is something else, or has no dtype.
-            ShapeError: a size is negative, or the tensor is not contiguous.
         """
         is_single = is_one_shape(expected)
         if is_single and not variable and dtype is not None:
@@ -342,10 +299,7 @@ class Incoming(NamedTuple):
         return tensors
 
     def problem(self, neighbours: Neighbours, name: str, key: str, specs: Specs) -> str | None:
-        """Compare ``specs``, as the peer of ``key`` sent them, with the expected ones; None where they match.
-
-        Else return a text with the function, the stage, the peer and both specs.
-        """
+        """Return a text that compares ``specs``, as the peer of ``key`` sent them, with the expected ones, or None."""
         if self.specs is not None:
             if specs == self.specs:
                 return None
@@ -359,25 +313,18 @@ class Incoming(NamedTuple):
         return f"{name}: {neighbours} expects {expected}, but rank {neighbours.peer(key)} sent {describe(specs)}"
 
     def allocate(self, specs: Specs, device: torch.device) -> Buffers:
-        """Return a message of these specs to receive into: the caller's tensor ``out``, or new memory.
-
-        New tensors of floating point and complex dtypes require a gradient. Memory belongs to the calling thread's
-        stream and grad mode.
-        """
+        """Return a message of these specs to receive into: the caller's tensor ``out``, or new memory."""
         if self.out is not None:
             return carrier(self.out.detach()), [self.out]
         wire, tensors = allocate(specs, device)
+        # Memory belongs to the calling thread's stream and grad mode.
         for x in tensors:
             if x.is_floating_point() or x.is_complex():
                 x.requires_grad_()
         return wire, tensors
 
     def allocate_expected(self, name: str, device: torch.device) -> Buffers:
-        """Return a message to receive into, of the specs that this receiver expects.
-
-        Raises:
-            ShapeError: there is not as much memory.
-        """
+        """Return a message to receive into, of the specs that this receiver expects."""
         assert self.specs is not None
         try:
             return self.allocate(self.specs, device)
@@ -389,15 +336,9 @@ class Incoming(NamedTuple):
     def allocate_from_header(
         self, neighbours: Neighbours, name: str, key: str, specs: Specs, device: torch.device
     ) -> tuple[Tensor, list[Tensor], str | None]:
-        """Allocate a message for the specs that a header announced: (wire, tensors, text of ``problem`` or None).
-
-        A message that has a problem is received nevertheless, so that the group stays usable.
-
-        Raises:
-            MismatchError: the message is larger than this rank receives or allocates. It is not received, and the group
-                is unusable from then on.
-        """
+        """Allocate a message for the specs that a header announced: (wire, tensors, text of ``problem`` or None)."""
         problem, size, limit = self.problem(neighbours, name, key, specs), _bytes(specs), _MAX_BYTES
+        # A message that has a problem is received nevertheless, so that the group stays usable, up to this many bytes.
         if problem:
             limit = max(_MAX_REFUSED, _bytes(self.specs or ()))
         if size > limit:

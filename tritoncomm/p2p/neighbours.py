@@ -33,7 +33,7 @@ class _Shared(NamedTuple):
     Attributes:
         backend: name of the backend that carries CUDA tensors of the group; empty if none does.
         queues: sends in flight whose handles were dropped or are pending, by the receiver's rank in the group.
-        neighbours: the ``Neighbours`` made so far, by (prev, next, outside).
+        neighbours: by (prev, next, outside).
     """
 
     backend: str
@@ -56,16 +56,13 @@ def _shared_by(group: ProcessGroup) -> _Shared:
 def posting_order(key: str, source: int, target: int, in_ring: bool) -> tuple[bool, int, int, int]:
     """Compute the sort key of a transfer, equal on its sender and its receiver.
 
-    Ranks that post their transfers in this order cannot deadlock, even if every transfer blocks until its other side is
-    posted: the smallest transfer of the job that is still open is the next one of both its ranks. On a ring this is
-    Megatron's order: activations first, and even stages send while odd ones receive.
-
     Args:
-        key: of either side: send_next and recv_prev carry activations, send_prev and recv_next gradients.
-        source: the sender's rank in the ring's group, or global rank outside of it.
-        target: the receiver's rank in the ring's group, or global rank outside of it.
-        in_ring: whether both are in the ring's group.
+        key: the key of either side.
+        source, target: ranks of sender and receiver in the ring's group; global ranks outside of it.
     """
+    # Ranks that post in this order cannot deadlock, even if a transfer blocks until its other side is posted. The
+    # smallest transfer of the job that is still open is the next one of both its ranks. On a ring the order is
+    # Megatron's: activations first, and even stages send while odd ones receive.
     is_gradient = key in ("send_prev", "recv_next")
     return is_gradient, source % 2 if in_ring else 2, -source if is_gradient else source, target
 
@@ -75,7 +72,6 @@ class Endpoint(NamedTuple):
 
     Attributes:
         stage: this stage and rank in words.
-        is_send: whether this rank sends.
         peer: global rank of the other end.
         queue: for a send: weak reference to the sends in flight to the same peer, dead once their group is gone.
     """
@@ -90,13 +86,9 @@ class Direction(NamedTuple):
     """Direction of a transfer: from or to one neighbour, and how it is posted.
 
     Attributes:
-        key: send_prev, recv_prev, send_next or recv_next.
-        is_send: whether this rank sends.
         group_peer: the peer's rank in ``group``.
-        group: the process group that carries it.
         modes: how to post CPU tensors, and CUDA tensors: ``direct``, ``batched`` (all in one call) or ``host`` (through
             pinned memory).
-        end: this rank's end, as errors name it.
     """
 
     key: str
@@ -142,7 +134,7 @@ class Neighbours:
         batched = [key for key in keys if key in self.adjacent]
         batched += [key for key in ordered if key not in self.adjacent]
         self.batch = tuple(self._direction(key, peers[self.peer(key)]) for key in batched)
-        # Two stages use the default group for what the odd one of them sends.
+        # Two stages use the default group for the sends of the odd one: a group may have one stream for all transfers.
         other = None if len(ranks) != 2 or "ucc" in dist.get_backend(group) else dist.group.WORLD
         singles = []
         for key in ordered:
@@ -161,18 +153,11 @@ class Neighbours:
         next: int | None = None,
         outside: ProcessGroup | None = None,
     ) -> "Neighbours":
-        """Return the neighbours of this rank on the ring of ``group``, or the named ones; made once per group.
-
-        Two stages use the default group for every other single transfer: a group may have one stream for all of them.
+        """Return the neighbours of this rank on the ring of ``group``, or named ones; made once per group.
 
         Args:
-            group: the ranks of the pipeline.
-            prev: global rank of the previous stage, or None for the ring's.
-            next: global rank of the next stage, or None for the ring's.
+            prev, next: global ranks; None for the ring's.
             outside: the group of a named neighbour that is not in ``group``.
-
-        Raises:
-            GroupError: a neighbour is in neither group.
         """
         shared, key = _shared_by(group), (prev, next, None if outside is None else weakref.ref(outside))
         neighbours = shared.neighbours.get(key)
@@ -181,7 +166,7 @@ class Neighbours:
         return neighbours
 
     def peer(self, key: str) -> int:
-        """Return the global rank at the other end of the transfer ``key`` (``send_prev``, ``recv_next``, ...)."""
+        """Return the global rank at the other end of the transfer ``key``."""
         return self.prev if key.endswith("prev") else self.next
 
     def channel(self, key: str) -> str:
@@ -197,11 +182,7 @@ class Neighbours:
         return f"stage {self.stage} of {self.stages} (rank {self.rank})"
 
     def _peer(self, rank: int, ranks: list[int], group: ProcessGroup, outside: ProcessGroup | None) -> "_Peer":
-        """Find a neighbour by its global rank in ``group``, whose global ranks are ``ranks``, or else in ``outside``.
-
-        Raises:
-            GroupError: the rank is in neither group.
-        """
+        """Find a neighbour by its global rank in ``group``, whose global ranks are ``ranks``, else in ``outside``."""
         if rank in ranks:
             group_peer = ranks.index(rank)
             is_adjacent = (group_peer - self.stage) % len(ranks) in (0, 1, len(ranks) - 1)
@@ -227,12 +208,10 @@ class Neighbours:
 
 
 class _Peer(NamedTuple):
-    """A neighbour of this stage.
+    """A neighbour of this stage, by its global rank.
 
     Attributes:
-        rank: global rank of the neighbour.
-        group_peer: rank of the neighbour in ``group``.
-        group: the group that both ends use.
+        group_peer: rank of the neighbour in ``group``, which both ends use.
         in_ring: whether the neighbour is in the pipeline's group.
         is_adjacent: whether the neighbour is next to this stage on the ring, so that a batch serves both.
     """

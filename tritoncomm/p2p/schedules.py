@@ -25,7 +25,7 @@ _InFlight = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
 class _Passes:
-    """Forward and backward passes of chunks, whose messages are what the neighbours wait for.
+    """Forward and backward passes of chunks, whose messages the neighbours wait for.
 
     Attributes:
         shapes: of the tensors between stages: one ``torch.Size``, or a list of them.
@@ -39,7 +39,7 @@ class _Passes:
         self.losses: list[Tensor] = []
 
     def forward(self, chunk: Chunk, x: Any, microbatch: int, first: bool, last: bool) -> tuple[_InFlight, Any]:
-        """Run a chunk on what was received; return inputs and outputs for the backward, and what is to be sent."""
+        """Run a chunk on its input ``x``; return inputs and outputs for the backward, and the message to send."""
         is_single = isinstance(self.shapes, torch.Size)
         inputs = () if first else (x,) if is_single else tuple(x)
         y = chunk(None if first else x if is_single else inputs, microbatch)
@@ -53,12 +53,7 @@ class _Passes:
         return (inputs, outputs), y if is_single else list(outputs)
 
     def _check(self, outputs: tuple[Any, ...], microbatch: int) -> None:
-        """Check a chunk's outputs against what the next stage receives.
-
-        Raises:
-            ArgumentError: an output is no tensor, or there are more or fewer than shapes.
-            ShapeError: an output has another shape, where lengths do not vary.
-        """
+        """Check a chunk's outputs against the shapes that the next stage receives."""
         where = f"{self._name}: micro-batch {microbatch}: the chunk returned"
         if wrong := [type(y).__name__ for y in outputs if not isinstance(y, Tensor)]:
             raise ArgumentError(f"{where} {wrong[0]} in place of a tensor; the next stage waits for a tensor")
@@ -69,17 +64,15 @@ class _Passes:
                 raise ShapeError(f"{where} shape {list(y.shape)}, and the next stage receives {list(size)}")
 
     def backward(self, in_flight: _InFlight, grads: Any, last: bool) -> Any:
-        """Run the backward of a micro-batch; return the gradients of its inputs, which the previous stage waits for.
-
-        An output without a graph takes no gradient: frozen or detached. An input without a gradient, which the chunk
-        did not use, has one of zeros.
-        """
+        """Run the backward of a micro-batch; return the gradients of its inputs, which the previous stage waits for."""
         inputs, outputs = in_flight
         is_single = isinstance(self.shapes, torch.Size)
         received = [None] if last else [grads] if is_single else grads
+        # An output without a graph, frozen or detached, takes no gradient.
         pairs = [(y, grad) for y, grad in zip(outputs, received, strict=True) if y.requires_grad]
         if pairs:
             torch.autograd.backward([y for y, _ in pairs], [grad for _, grad in pairs])
+        # The previous stage waits for a gradient of each input, also of one that the chunk did not use.
         sent = [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
         return (sent[0] if is_single else sent) if sent else None
 

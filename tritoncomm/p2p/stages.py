@@ -49,13 +49,11 @@ _warned: set[tuple[int, ...]] = set()
 
 
 def _neighbours(prev_rank: int | None, next_rank: int | None) -> Neighbours:
-    """Return the neighbours of this rank on the pipeline's ring, or with the named global ranks in their place.
-
-    A named neighbour that is not in the pipeline's group is reached over the default group.
-    """
+    """Return the neighbours of this rank on the pipeline's ring, or with the named global ranks in their place."""
     key = "p2p.stages", prev_rank, next_rank
     neighbours = groups.derived.get(key)
     if neighbours is None:
+        # A named neighbour that is not in the pipeline's group is reached over the default group.
         pipeline, named = groups.get_group(ParallelMode.PIPELINE), (prev_rank, next_rank) != (None, None)
         outside = named and groups.is_initialized(ParallelMode.GLOBAL)
         outer = groups.get_group(ParallelMode.GLOBAL) if outside else None
@@ -76,17 +74,9 @@ def _exchange(
     """Make the hop of a stage function; return (from the previous stage, from the next stage).
 
     Args:
-        name: the stage function, for errors and counters.
         activation: tensors for the next stage, the shape to receive from the previous one, and whether to receive it.
         gradient: tensors for the previous stage, the shape to receive from the next one, and whether to receive it.
-        prev_rank: global rank of the previous stage, or None for the ring's.
-        next_rank: global rank of the next stage, or None for the ring's.
-        dtype: of received tensors.
         split: send a shard of each tensor from each tensor-parallel rank, and all-gather the received shards.
-        device: of received tensors, or None for the device of the tensors sent, else the group's.
-
-    Raises:
-        ArgumentError: something is received, and its shape is None.
     """
     neighbours = _neighbours(prev_rank, next_rank)
     (output, input_shape, recv_prev), (grad, grad_shape, recv_next) = activation, gradient
@@ -112,16 +102,13 @@ def _as_list(x: Tensors | None) -> list[Any]:
 
 
 def _shard_size(shape: tuple[int, ...], name: str) -> int:
-    """Return the number of elements of one tensor-parallel rank's shard of a flattened tensor of ``shape``.
-
-    Return 0 where the full tensor is sent: for one tensor-parallel rank, and with a warning for a size that does not
-    divide over the ranks. Each shape is warned of once.
-    """
+    """Return the elements of one tensor-parallel rank's shard of a flattened tensor; 0 where all of it is sent."""
     world, size = groups.get_world_size(ParallelMode.TENSOR), math.prod(shape)
     if world == 1:
         return 0
     if size % world == 0:
         return size // world
+    # Each shape that does not divide is warned of once.
     if shape not in _warned:
         _warned.add(shape)
         warnings.warn(
@@ -132,18 +119,13 @@ def _shard_size(shape: tuple[int, ...], name: str) -> int:
 
 
 def _shard(x: Tensors | None, name: str) -> Any:
-    """Return this tensor-parallel rank's shard of each tensor to send, as a list; None for no tensors.
-
-    A tensor that is not split stays as it is.
-
-    Raises:
-        ArgumentError: a tensor has no strided data of this rank.
-    """
+    """Return this tensor-parallel rank's shard of each tensor that is split, as a list; None for no tensors."""
     tensors = _as_list(x)
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, Tensor):
             check_data(tensor, name)
         if isinstance(tensor, Tensor) and (size := _shard_size(tuple(tensor.shape), name)):
+            # A tensor whose elements do not divide stays as it is.
             full = tensor.detach()
             if not full.is_contiguous():
                 full = pack(full, 0, 1)[0]
@@ -160,13 +142,7 @@ def _shapes_of_shards(shape: Any, name: str) -> Any:
 
 
 def _gather(received: Any, shape: Any, name: str) -> Any:
-    """All-gather received shards over the tensor-parallel group; return the full tensor, or a list of them.
-
-    Args:
-        received: the tensor, the list of tensors, or None, that ``hop.exchange`` returned.
-        shape: the shape of the full tensor, or a list of shapes, or None.
-        name: the stage function, for errors and counters.
-    """
+    """All-gather received shards over the tensor-parallel group; ``shape`` is that of the full tensors."""
     if shape is None:
         return received
     tensors = [received] if is_one_shape(shape) else received

@@ -32,11 +32,7 @@ _MAX_UNWAITED = 64
 
 
 def _failure(end: Endpoint, name: str, x: Tensor, error: RuntimeError) -> Exception:
-    """Return the error to raise for ``error`` of the transfer of ``x``, and report it to the observer.
-
-    It is a ``PeerError`` for an error of the backend, an ``UnsupportedError`` for a kind of tensor that the backend
-    does not carry, and ``error`` itself for an error of the program.
-    """
+    """Return the error to raise for ``error`` of the transfer of ``x``, and report it to the observer."""
     doing = f"send {x.nbytes} bytes to" if end.is_send else f"receive {x.nbytes} bytes from"
     if is_not_carried(error):
         return UnsupportedError(f"{name}: {end.stage} cannot {doing} rank {end.peer}: {error}")
@@ -48,10 +44,7 @@ def _failure(end: Endpoint, name: str, x: Tensor, error: RuntimeError) -> Except
 
 
 class Posted(InFlight):
-    """A transfer in flight; it keeps its buffers alive until it has been waited for, but never its group.
-
-    Dropped without a wait, a transfer of a GPU's memory orders the current stream behind it.
-    """
+    """A transfer in flight; it keeps its buffers alive until it has been waited for, but never its group."""
 
     __slots__ = ("_call", "_end", "_host", "_name", "_tensor")
 
@@ -61,13 +54,7 @@ class Posted(InFlight):
         self._call = record.current(name)
 
     def wait(self) -> None:
-        """Wait for the transfer; on a GPU order the current stream behind it. A second wait returns at once.
-
-        Afterwards a sent tensor may be reused or freed, and a received one has its values.
-
-        Raises:
-            PeerError: the other side died or did not post its transfer within the group's timeout.
-        """
+        """Wait for the transfer; on a GPU order the current stream behind it. A second wait returns at once."""
         if self._work is None:
             return
         end = self._end
@@ -75,6 +62,7 @@ class Posted(InFlight):
             record.wait(self._call, self._work)
         except RuntimeError as error:
             raise_for(error, _failure(end, self._name, self._tensor, error))
+        # Gloo carries no CUDA tensors between ranks: this one arrived in pinned host memory.
         if self._host is not None and not end.is_send:
             self._tensor.detach().copy_(self._host)
         released(self._buffers)
@@ -91,12 +79,9 @@ class Posted(InFlight):
 
 
 def keep_alive(handles: Iterable[Posted]) -> None:
-    """Keep pending sends alive: dropping a handle must not free a buffer in flight, nor order a stream behind it.
-
-    A stream that waits for a send would wait for its receiver, which may need a later result of the stream. A completed
-    send of a GPU's memory is released here; a send that a CUDA graph captures is joined when its handle is dropped.
-    Each direction keeps 64 sends; one more waits for the oldest.
-    """
+    """Keep pending sends alive after their handles are dropped, 64 per peer; one more waits for the oldest."""
+    # A dropped handle must not free a buffer in flight, nor order a stream behind the send. The stream would wait for
+    # the receiver, which may need a later result of the stream.
     for posted in handles:
         queue = _queued(posted)
         if queue is not None and len(queue) > _MAX_UNWAITED:
@@ -104,15 +89,14 @@ def keep_alive(handles: Iterable[Posted]) -> None:
 
 
 def _queued(posted: Posted) -> Queue | None:
-    """Append a send to the queue of its direction, and return the queue.
-
-    Completed sends of a GPU's memory leave the queue first. Return None, and append nothing, for a receive, for a send
-    that a CUDA graph captures, and for a group that is gone.
-    """
+    """Append a send to the queue of its peer, and return the queue; None for a transfer that is not queued."""
+    # Receives have no queue, and a group that is gone has none either.
     queue = None if posted._end.queue is None else posted._end.queue()
     if queue is not None and posted._tensor.is_cuda and posted._host is None:
+        # A CUDA graph joins a captured send when its handle is dropped.
         if torch.cuda.is_current_stream_capturing():
             return None
+        # Completed sends of a GPU's memory are released here.
         while queue and queue[0].is_completed():
             queue.popleft()
     if queue is not None:
@@ -121,28 +105,16 @@ def _queued(posted: Posted) -> Queue | None:
 
 
 def _abandon(handles: Iterable[Posted]) -> None:
-    """Give up transfers in flight of a hop that fails: keep each send of a GPU's memory until it has completed.
-
-    A receive into a GPU's memory orders the current stream behind it when its handle is dropped. Transfers in host
-    memory need nothing: the backend keeps their memory.
-    """
+    """Give up transfers in flight of a hop that fails: keep each send of a GPU's memory until it has completed."""
     for posted in handles:
+        # Only memory of a GPU is in _buffers: the backend keeps host memory itself. A receive into a GPU's memory has
+        # no queue, and orders the current stream behind it when its handle is dropped.
         if posted._buffers:
             _queued(posted)
 
 
 def post(neighbours: Neighbours, name: str, wires: dict[str, Tensor], batched: bool) -> dict[str, Posted]:
-    """Start transfers; return a handle for each by key, in the order of posting.
-
-    Args:
-        neighbours: of this stage.
-        name: the public function, for errors.
-        wires: by ``send_prev``, ``recv_prev``, ``send_next``, ``recv_next``; contiguous, in dtypes the backend moves.
-        batched: as one batch, or one by one.
-
-    Raises:
-        PeerError: the backend refuses, because a peer is known to be gone.
-    """
+    """Start the transfers of ``wires``, contiguous and of dtypes that backends move; return handles as posted."""
     directions = [each for each in (neighbours.batch if batched else neighbours.singles) if each.key in wires]
     posted: dict[str, Posted] = {}
     try:
@@ -159,11 +131,7 @@ def post(neighbours: Neighbours, name: str, wires: dict[str, Tensor], batched: b
 
 
 def post_one(direction: Direction, name: str, x: Tensor) -> Posted:
-    """Start the transfer of ``x`` in one direction, outside of a batch; return its handle.
-
-    Raises:
-        PeerError: the backend refuses, because the peer is known to be gone.
-    """
+    """Start the transfer of ``x`` in one direction, outside of a batch; return its handle."""
     _, is_send, group_peer, group, modes, end = direction
     host = _on_host(x, is_send) if modes[x.is_cuda] == "host" else None
     live = group() or _alive(group)
@@ -175,14 +143,9 @@ def post_one(direction: Direction, name: str, x: Tensor) -> Posted:
 
 
 def post_and_wait(neighbours: Neighbours, name: str, wires: dict[str, Tensor], batched: bool) -> None:
-    """Start transfers, with the arguments of ``post``, and wait for all of them.
-
-    No handle is made for a transfer that is started by itself: a handle costs the host 1.5 us, and a hop that sends one
-    tensor takes 6 us, as Megatron's does.
-
-    Raises:
-        PeerError: a peer died or did not post its transfer within the group's timeout.
-    """
+    """Start transfers, with the arguments of ``post``, and wait for all of them."""
+    # ``post`` is no way: its handles cost the host 1.5 us each, and a hop that sends one tensor takes 6 us, as
+    # Megatron's does. So a transfer that is started by itself gets none.
     works, handles = [], []
     directions = neighbours.directions[bool(batched)]
     try:
@@ -215,11 +178,7 @@ def post_and_wait(neighbours: Neighbours, name: str, wires: dict[str, Tensor], b
 
 
 def _alive(group: Any) -> ProcessGroup:
-    """Return the process group of a weak reference.
-
-    Raises:
-        GroupError: the group has been destroyed.
-    """
+    """Return the process group of a weak reference; reject a group that has been destroyed."""
     live = group()
     if live is None:
         raise GroupError("the process group of this transfer has been destroyed")
@@ -227,11 +186,7 @@ def _alive(group: Any) -> ProcessGroup:
 
 
 def _post_batch(directions: list[Direction], name: str, wires: dict[str, Tensor]) -> dict[str, Posted]:
-    """Start the transfers of ``directions``, which share one group, in one call of the backend; return handles by key.
-
-    Raises:
-        PeerError: the backend refuses, because a peer is known to be gone.
-    """
+    """Start the transfers of ``directions``, which share one group, in one call of the backend; return handles."""
     first = directions[0]
     group = first.group() or _alive(first.group)
     transfers = [(each.is_send, each.group_peer, wires[each.key]) for each in directions]
