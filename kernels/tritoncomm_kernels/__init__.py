@@ -2,6 +2,11 @@
 
 Triton is imported when the first kernel is asked for, because its import takes longer than all other imports together.
 A program that takes only torch's path never imports it.
+
+Arguments have one meaning in all modules. ``name`` or ``op`` is the operation, for errors. ``device`` is the index of
+a GPU, -1 for CPU tensors in the interpreter. ``alignment`` is the last four bits of all addresses, combined by "or".
+``rows`` are ``outer`` rows of ``row`` elements, of which ``run`` go to each of ``world`` ranks; sizes and strides are
+in elements, unless a docstring says bytes or units (accesses). Bytes "moved" are read plus written.
 """
 
 import importlib

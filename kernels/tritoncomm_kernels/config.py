@@ -88,16 +88,18 @@ def tile_for(
 ) -> Config:
     """Return a tile of at most ``tile_bytes``: ``segment_bytes`` of each row, more if the rows are too few to fill it.
 
-    Each unit per thread in a row costs an integer division and registers, so a thread takes at most 8 beyond one
-    segment. Each row per thread costs an address, so a thread takes at most 16 units of a tile that is not made of
-    several segments. Units as in ``config_for``; ``reduce`` has no rows and uses ``tile_bytes`` unchanged.
+    Units as in ``config_for``; ``reduce`` has no rows and uses ``tile_bytes`` unchanged.
     """
     if op == "reduce":
         return Config(1, tile_bytes, num_warps)
     cols, rows = max(_power_of_two(cols_bytes), unit_bytes), _power_of_two(outer)
+    # Each row per thread costs an address, so a thread takes at most 16 units of a tile that is not made of several
+    # segments.
     if cols < segment_bytes or rows * segment_bytes < tile_bytes:
         tile_bytes = min(tile_bytes, 16 * 32 * num_warps * unit_bytes)
     block_rows = max(1, min(tile_bytes // min(cols, segment_bytes), rows))
+    # Each unit per thread in a row costs an integer division and registers, so a thread takes at most 8 beyond one
+    # segment.
     longest = max(8 * 32 * num_warps * unit_bytes, segment_bytes)
     return Config(block_rows, max(min(tile_bytes // block_rows, cols, longest), unit_bytes), num_warps, evict_first)
 
@@ -134,6 +136,7 @@ def crossover_of(op: str, device_name: str | None = None, sm_count: int = 0) -> 
     """Return the crossovers of ``op`` in the tables of a device, None without any."""
     sizes: dict[int, int] = {}
     for table in tables.chosen(device_name, sm_count) if device_name else ():
+        # The union keeps the size of the first table, which has precedence.
         sizes = {int(unit): size for unit, size in table.crossover_bytes.get(op, {}).items()} | sizes
     if not sizes:
         return None
@@ -158,7 +161,7 @@ def lanes_of(device: int) -> int:
 
 @lru_cache(maxsize=64)
 def crossover(op: str, device: int) -> Crossover | None:
-    """Return the bytes below which torch is faster for ``op`` on a GPU, by its tuned tables; None without any."""
+    """Return the crossovers of ``op`` on a GPU, by its tuned tables; None without any."""
     return crossover_of(op, **device_key(device))
 
 

@@ -152,25 +152,34 @@ def _plan(
     geo = geometry_of(name, shape, stride, wire_shape, wire_stride, sizes, target)
     ends = (rows_dtype, wire_dtype) if name == "pack" else (wire_dtype, rows_dtype)
     wide = wide_type(name, *ends, scaled, accumulates)
+    # A pack writes all cells of the wire, as padding is zeroed; an unpack writes the elements of the rows, and reads
+    # them too when it accumulates.
     valid = geo.outer * geo.row
     writes = geo.cells if name == "pack" else valid * (2 if accumulates else 1)
     moved = valid * ends[0].itemsize + writes * ends[1].itemsize
+    # Rows without elements may have padding on the wire: ``_run`` zeroes it without a kernel.
     if not valid:
         return None, geo.cells * wire_dtype.itemsize if name == "pack" else 0, wide
     if len(geo.dims) > 3:
         raise ValueError(f"{name}: rows {tuple(shape)} with strides {stride} have more than three outer dims")
     types, vec, unit, scaling = _unit(geo, rows_dtype, wire_dtype, wide, alignment)
+    # ``starts`` and ``longest`` count units, not elements. ``longest`` is the longest piece of a row that tiles divide:
+    # the row with its padding, or the largest shard.
     starts = None if geo.starts is None else _in_units(scaling, *geo.starts)
     longest = _in_units(scaling, geo.world * geo.run)[0] if starts is None else max(_lengths(starts))
+    # Split sizes and strided rows make long addresses, for which ``tile_on`` takes fewer rows.
     addresses_are_long = geo.starts is not None or geo.stride_element != 1
     tile = config or tile_on(device, name, unit, geo.outer, longest * unit, addresses_are_long)
+    # A tile's bytes count the larger of the two types, and a tile has at least one unit of each row.
     block_cols = max(tile.block_cols // max(types[0].itemsize, types[1].itemsize), vec)
     if starts is None:
         shards = _equal_shards(geo, scaling, longest, block_cols // vec)
     else:
         shards = _given_shards(geo.outer, starts, block_cols // vec)
     kernel, tiles, inner, own, table = shards
+    # The integers stand in the order of the kernel's signature: those of the walk, then those of the shards.
     numbers, grid = (*_walk(geo, scaling), *inner), -(-geo.outer // tile.block_rows) * tiles
+    # The row is checked too: a kernel counts its columns even if the row is no argument.
     fits(name, (*numbers, grid, _in_units(scaling, geo.row)[0]))
     constants = own | dict(
         VEC=vec, OUTER_DIMS=len(geo.dims), STRIDED=geo.stride_element != 1, UNPACK=name == "unpack",
@@ -184,15 +193,21 @@ def _unit(
     geo: Geometry, rows_dtype: torch.dtype, wire_dtype: torch.dtype, wide: torch.dtype | None, alignment: int
 ) -> tuple[tuple[torch.dtype, torch.dtype], int, int, tuple[int, int]]:
     """Return element types of the pointers, elements and bytes of a unit, and the fraction from elements to units."""
+    # A stride of a dim of size 1 is never walked, so it does not narrow the unit.
     strides = [step for size, step in zip(geo.dims, geo.strides, strict=True) if size > 1]
     numbers = [*strides, geo.stride_rank, geo.run, geo.row, *(geo.starts or ())]
+    # Neighbours in a strided row are no neighbours in memory: a unit is one element.
     if geo.stride_element != 1:
         numbers = [1]
+    # Copies of bits see integers, at most 8 bytes each: a unit of 16 bytes is two of them. The unit divides the
+    # addresses and every number, in bytes.
     if wide is None:
         size = rows_dtype.itemsize
         unit = math.gcd(alignment or 16, 16, *(n * size for n in numbers))
         element = min(unit, 8)
         return (_INTEGERS[element], _INTEGERS[element]), unit // element, unit, (size, unit)
+    # Arithmetic keeps both types. A unit has up to 16 bytes of the smaller one if both addresses are multiples of 16.
+    # Else it has as many elements of the larger one as the alignment holds.
     small, large = sorted((rows_dtype.itemsize, wire_dtype.itemsize))
     aligned = math.gcd(alignment or 16, 16)
     vec = math.gcd(*numbers, 16 // small if aligned == 16 else max(aligned // large, 1))
@@ -207,6 +222,7 @@ def _in_units(scaling: tuple[int, int], *numbers: int) -> Ints:
 def _walk(geo: Geometry, scaling: tuple[int, int]) -> Ints:
     """Return the kernels' strides of three outer dims, sizes of the inner two, and stride inside a row."""
     strides = [step if size > 1 else 0 for size, step in zip(geo.dims, geo.strides, strict=True)]
+    # The size of the outermost dim is not needed: its index is the last quotient.
     sizes = (*geo.dims, 1, 1)[1:3]
     inside = 1 if geo.stride_element == 1 else _in_units(scaling, geo.stride_element)[0]
     return (*_in_units(scaling, *strides, 0, 0)[:3], *sizes, inside)
@@ -226,14 +242,19 @@ def _equal_shards(geo: Geometry, scaling: tuple[int, int], cols: int, step: int)
 
 def _given_shards(outer: int, starts: Ints, step: int) -> _Shards:
     """Return tiles of ``step`` units of each shard, for up to BY_VALUE ranks as arguments, for more in a table."""
+    # ``starts`` has the first unit of each rank and the end of the row; ``first`` the first tile of each rank and the
+    # number of all tiles.
     lengths = _lengths(starts)
     first = tuple(accumulate((-(-length // step) for length in lengths), initial=0))
     world, row, tiles = len(lengths), starts[-1], first[-1]
+    # The first rank is no argument: it starts at unit 0 with tile 0.
     if world <= BY_VALUE:  # an absent rank starts where the row ends
         given, begun = (inner[1:-1] + (inner[-1],) * (BY_VALUE - world) for inner in (starts, first))
         constants = {"RANKS": BY_VALUE if world > BY_VALUE // 2 else BY_VALUE // 2}
         return _copy_split_kernel, tiles, (outer, row, tiles, *given, *begun), constants, None
     steps = -(-world // TABLE_RANKS)
+    # The kernel counts the ranks whose first tile is at most its own, in full steps: entries without a rank never
+    # count.
     never = (2**31 - 1,) * (steps * TABLE_RANKS - world)
     table = (*first[:-1], *never, *starts)
     return _copy_table_kernel, tiles, (outer, tiles), {"STEPS": steps, "RANKS": TABLE_RANKS}, table

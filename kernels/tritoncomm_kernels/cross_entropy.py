@@ -245,19 +245,17 @@ def gradient(
 
 
 def statistics_tile(dtype: torch.dtype, cols: int, lanes: int) -> tuple[int, int]:
-    """Rows and columns of a tile, powers of two, for warps of ``lanes`` threads.
-
-    A thread holds 16 bytes of every row of the tile, so that as many loads are in flight as the tile has rows. With 8
-    rows bf16 takes a tenth fewer instructions, and half as many programs fit by their registers (sm_90, Triton 3.7).
-    """
+    """Return rows and columns of a tile, powers of two, for warps of ``lanes`` threads."""
     power = 1 << max(cols - 1, 0).bit_length()
     threads = _STATISTICS_WARPS * lanes
+    # A thread holds 16 bytes of every row of the tile, so that as many loads are in flight as the tile has rows. With 8
+    # rows bf16 takes a tenth fewer instructions, and half as many programs fit by their registers (sm_90, Triton 3.7).
     tile_cols = min(threads * 16 // dtype.itemsize, max(threads, power))
     return min(_STATISTICS_ROWS, max(power // tile_cols, 1)), tile_cols
 
 
 def _gradient_block(logits: Tensor, cols: int) -> int:
-    """Columns of a block, a power of two."""
+    """Return the columns of a block, a power of two."""
     power = 1 << max(cols - 1, 0).bit_length()
     if not logits.is_cuda:
         return min(_INTERPRETED_BLOCK, max(16, power))

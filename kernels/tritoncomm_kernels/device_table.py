@@ -27,32 +27,25 @@ _lock = threading.Lock()
 
 
 class Table:
-    """Integers on a device, copied there at their first use, without a wait of the host.
-
-    While a CUDA graph is captured nothing may be awaited and nothing runs. A table that is on the device already is
-    used where it is: the graph replays only after the device was synchronised, as ``torch.cuda.graph`` does before it
-    captures. Any other table gets memory that only this graph uses, and the copy is a node of the graph: every replay
-    copies the same bytes again.
-
-    Attributes:
-        content: the integers, on the host.
-    """
+    """Integers on a device, copied there at their first use, without a wait of the host; ``content`` is on the host."""
 
     def __init__(self, content: Content, device: int) -> None:
         self.content, self._device = content, device
         self._tensor = torch.from_numpy(content) if device < 0 else None  # of the CPU, for the interpreter
         self._slab: _Slab | None = None
+        # These streams are ordered behind the copy.
         self._streams: set[int] = set()
         self._copied: torch.cuda.Event | None = None
 
     def on(self, stream: int) -> Tensor:
-        """The tensor for kernels of ``stream``, which is the current one: another than the copy's waits for that once.
-
-        A caller that is captured launches with the result at once and drops it: its memory may belong to the graph.
-        """
+        """Return the tensor for kernels of ``stream``, the current one; a captured caller uses it at once only."""
         if self._device < 0:
             assert self._tensor is not None
             return self._tensor
+        # While a CUDA graph is captured nothing may be awaited and nothing runs. A table that is on the device already
+        # is used where it is: the graph replays only after the device was synchronised, as torch.cuda.graph does before
+        # it captures. Any other table gets memory that only this graph uses, and every replay copies the same bytes
+        # again.
         captures = torch.cuda.is_current_stream_capturing()
         if self._tensor is None:
             if captures:
@@ -65,6 +58,7 @@ class Table:
         if captures:
             self._slab.in_graph = True
         elif stream not in self._streams:
+            # Another stream than the copy's waits for the copy once.
             current = torch.cuda.current_stream(self._device)
             assert self._copied is not None
             current.wait_event(self._copied)
@@ -88,8 +82,7 @@ class _Slab:
     """Pinned memory and as much of the device, from the start of which on tables are placed, each once.
 
     Attributes:
-        room: bytes of either.
-        used: bytes that tables have.
+        room, used: bytes of either memory, and bytes that tables have.
         tables: its tables that are still referenced.
         in_graph: whether a graph reads from it; such a slab is never freed.
     """
@@ -125,44 +118,39 @@ _sources: list[Tensor] = []
 
 
 def _slab_for(nbytes: int, device: int, stream: torch.cuda.Stream) -> _Slab:
-    """The newest slab of a device, or a new one where its room for eager calls does not suffice.
-
-    A slab without tables goes back to torch, which reuses its memory behind the streams that used it. That happens here
-    and not when the last table goes, which may be in a capture: torch's events would become nodes of the graph.
-    """
+    """Return the newest slab of a device, or a new one where its room for eager calls does not suffice."""
     slabs = _slabs.setdefault(device, [])
     if not slabs or slabs[-1].used + nbytes > slabs[-1].room - _RESERVE:
+        # A slab without tables goes back to torch, which reuses its memory behind the streams that used it. That
+        # happens here and not when the last table goes, which may be in a capture: torch's events would become nodes of
+        # the graph.
         slabs[:] = [slab for slab in slabs if slab.in_graph or slab.tables]
         slabs.append(_Slab(max(_SLAB, nbytes + _RESERVE), device, stream))
     return slabs[-1]
 
 
 def _in_graph(content: Content, device: int) -> Tensor:
-    """A table for the graph that is being captured, in the rest of the newest slab, which stays from now on.
-
-    Without a slab, or with too little room, the device memory is the graph's own, as any result's in a capture, and the
-    source is ordinary memory. Pinned memory cannot be had: older torch queries events for it, which ends the capture.
-    """
+    """Return a table for the graph that is being captured, in the rest of the newest slab, which stays from now on."""
     with _lock:
         slab = _slabs[device][-1] if device in _slabs else None
         if slab is not None and slab.used + content.nbytes <= slab.room:
             slab.in_graph = True
             return slab.copied(content)
+        # Without room in a slab the device memory is the graph's own, as any result's in a capture, and the source is
+        # ordinary memory. Pinned memory cannot be had: older torch queries events for it, which ends the capture.
         _sources.append(torch.from_numpy(content))
         return _on_device(content.nbytes, device).view(_sources[-1].dtype).copy_(_sources[-1], non_blocking=True)
 
 
 def _allocated(nbytes: int, device: int, stream: torch.cuda.Stream) -> tuple[Tensor, Tensor]:
-    """Pinned memory and memory of a device, in a thread of its own.
-
-    This thread may allocate in a private pool: ``torch.compile(mode="reduce-overhead")`` has one while it warms up, and
-    takes memory that lives longer for a leak.
-    """
+    """Allocate pinned memory and memory of a device, in a thread of its own."""
 
     def allocate() -> tuple[Tensor, Tensor]:
         with torch.cuda.stream(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True), _on_device(nbytes, device)
 
+    # This thread may allocate in a private pool: torch.compile(mode="reduce-overhead") has one while it warms up, and
+    # takes memory that lives longer for a leak.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(allocate).result()
 

@@ -15,11 +15,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 def wide_type(
     name: str, source: torch.dtype, target: torch.dtype, scaled: bool, summed: bool = False
 ) -> torch.dtype | None:
-    """Return the type of the arithmetic, or None if ``source`` to ``target`` is a copy of bits.
-
-    Raises:
-        TypeError: a cast or scale of anything but fp16, bf16, fp32 and fp64, or a sum of another dtype than those and
-            the integers.
+    """Return the type of the arithmetic, or None if ``source`` to ``target`` is a copy of bits; reject other dtypes.
 
     Example:
         ``wide_type("pack", torch.float32, torch.bfloat16, False)`` is ``torch.float32``.

@@ -23,13 +23,10 @@ class Geometry:
     """``rows[o, starts[w] + k] <-> block w of the wire[o, k]``; all numbers in elements.
 
     Attributes:
-        outer: number of rows.
-        row: elements of a row.
         run: elements of a row that go to one rank (0 when sizes are given).
-        world: number of ranks.
         starts: where each rank's part of a row starts, and the end of the row; None without sizes.
-        dims: sizes of the outer dims after neighbours that one stride can walk were coalesced; at least one.
-        strides: their strides.
+        dims, strides: sizes and strides of the outer dims after neighbours that one stride can walk were coalesced; at
+            least one dim.
         stride_element: stride inside a row.
         stride_rank: stride between ranks (0 when sizes are given).
         cells: elements of the wire.
@@ -51,12 +48,7 @@ class Geometry:
 def geometry_of(
     name: str, shape: Ints, stride: Ints, wire_shape: Ints, wire_stride: Ints, sizes: Ints | None, target: str
 ) -> Geometry:
-    """Check that rows and wire describe one split and return it; ``target`` names the side that is written.
-
-    Raises:
-        ValueError: the shapes do not describe one split, a block of the wire is not contiguous, or the target
-            overlaps itself.
-    """
+    """Check that rows and wire describe one split and return it; ``target`` names the side that is written."""
     if not shape:
         raise ValueError(f"{name}: rows must have a dim")
     outer, row = math.prod(shape[:-1]), shape[-1]
@@ -66,6 +58,7 @@ def geometry_of(
     else:
         world, run, stride_rank = len(sizes), 0, 0
         starts = _uneven(name, outer, row, wire_shape, wire_stride, sizes)
+    # The target must not overlap itself; a side that is only read may.
     if target == "rows" and any(size > 1 and step == 0 for size, step in zip(shape, stride, strict=True)):
         raise ValueError(f"{name}: rows {tuple(shape)} with strides {stride} overlap and cannot be written")
     dims, strides = coalesce(shape[:-1], stride[:-1])
@@ -111,7 +104,7 @@ def coalesce(shape: Sequence[int], stride: Sequence[int]) -> tuple[Ints, Ints]:
 
 
 def check_parts(shape: Ints, stride: Ints, out_shape: Ints, out_stride: Ints) -> None:
-    """Raise ValueError unless the shapes are ``[world, n]`` and ``[n]`` with contiguous parts."""
+    """Reject shapes other than ``[world, n]`` and ``[n]`` with contiguous parts."""
     if len(shape) != 2 or not 1 <= shape[0] <= MAX_PARTS or tuple(out_shape) != (shape[1],):
         raise ValueError(f"reduce: wire {tuple(shape)} is no [1..{MAX_PARTS}, n] for out {tuple(out_shape)}")
     if shape[1] > 1 and (stride[1] != 1 or out_stride[0] != 1):
@@ -127,9 +120,7 @@ class IndexedRows:
     Attributes:
         count: number of indices.
         limit: number of rows of the indexed tensor.
-        row: elements of a row.
         stride_far, stride_near: from one row to the next of the indexed tensor, and of the other.
-        itemsize: bytes of an element.
         moved: bytes read plus written where every index is a row.
     """
 
@@ -149,12 +140,7 @@ def rows_layout_of(x: Tensor) -> RowsLayout:
 
 @lru_cache(maxsize=4096)
 def indexed_rows(name: str, x: RowsLayout, index: RowsLayout, out: RowsLayout) -> IndexedRows:
-    """Check that ``gather_rows`` or ``scatter_rows`` can copy rows of ``x`` to ``out`` by this index.
-
-    Raises:
-        ValueError: the shapes do not fit, rows are not contiguous or overlap where they are written, a lazy view.
-        TypeError: two dtypes, or an index that is neither int64 nor int32.
-    """
+    """Check that ``gather_rows`` or ``scatter_rows`` can copy rows of ``x`` to ``out`` by this index."""
     (dtype, shape, stride, lazy), (out_dtype, out_shape, out_stride, out_lazy) = x, out
     kind, index_shape, index_stride, _ = index
     if dtype is not out_dtype or kind not in (torch.int64, torch.int32):
@@ -163,6 +149,7 @@ def indexed_rows(name: str, x: RowsLayout, index: RowsLayout, out: RowsLayout) -
         raise ValueError(f"{name}: a lazy conjugate or negative view must be resolved first")
     if len(index_shape) != 1 or (index_shape[0] > 1 and index_stride[0] != 1):
         raise ValueError(f"{name}: the index must be flat and contiguous, not {tuple(index_shape)} by {index_stride}")
+    # ``far`` is the indexed tensor. A layout is (dtype, shape, stride, lazy).
     (far, near) = (x, out) if name == "gather_rows" else (out, x)
     count, row = index_shape[0], math.prod(shape[1:])
     if not shape or shape[1:] != out_shape[1:] or len(out_shape) != len(shape) or near[1][0] != count:

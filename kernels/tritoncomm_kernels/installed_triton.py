@@ -15,7 +15,7 @@ _ROCM_INDEX = "https://download.pytorch.org/whl/rocm"
 
 
 def _imported() -> tuple[str, str]:
-    """The version of Triton, and the error of its import; one of them is empty."""
+    """Return the version of Triton, and the error of its import; one of them is empty."""
     try:
         import triton  # whose import takes as long as all of ours: where it is asked for only
     except ImportError as error:
@@ -25,12 +25,12 @@ def _imported() -> tuple[str, str]:
 
 
 def version() -> str:
-    """The version of Triton, empty where it cannot be imported."""
+    """Return the version of Triton, empty where it cannot be imported."""
     return _imported()[0]
 
 
 def numbers() -> tuple[int, int]:
-    """Major and minor of ``version``, whatever a build adds to them; zeros where there is none."""
+    """Return major and minor of ``version``, whatever a build adds to them; zeros where there is none."""
     found = re.match(r"(\d+)\.(\d+)", version())
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
@@ -54,10 +54,6 @@ def problem() -> str:
 
 
 def require() -> None:
-    """Raise where kernels cannot run.
-
-    Raises:
-        ImportError: Triton is missing or too old.
-    """
+    """Raise an ``ImportError`` where kernels cannot run."""
     if sentence := problem():
         raise ImportError(sentence, name="triton")

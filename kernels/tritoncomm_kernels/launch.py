@@ -61,8 +61,7 @@ class Variant:
     """One compiled kernel on one device: ``run(grid, 1, 1, stream, *fixed, *arguments)``.
 
     Attributes:
-        run: a launcher.
-        fixed: its arguments between the stream and the kernel's arguments.
+        fixed: arguments between the stream and the kernel's arguments.
         packed: whether the kernel's arguments go as one tuple.
         compiled: referenced, because Triton unloads the module with it.
     """
@@ -83,12 +82,9 @@ class Launch:
     Attributes:
         kernel: the ``triton.jit`` function: ``(first_ptr, second_ptr, scale, *more, *arguments, *constants)``, with a
             ``table_ptr`` after the first two if there is a table, and ``more`` as every call gives them.
-        device: device index, -1 for CPU tensors in the interpreter.
-        grid: number of programs.
         types: element types the kernel sees behind the two pointers.
         arguments: run-time integers.
         constants: compile-time arguments, in signature order.
-        num_warps: warps per program.
         table: integers that the kernel reads on the device: a tuple as 32 bits each, which equal calls share.
     """
 
@@ -114,6 +110,7 @@ class Launch:
         if not is_direct(self.device):
             self._launch_checked(first, second, scale, more)
             return
+        # Triton compiles an int and a float argument to different kernels.
         kind = scale.__class__
         if kind not in self.variants:
             self.variants[kind] = self._find_variant(scale, more)
@@ -178,6 +175,7 @@ def _entry(compiled: Any) -> Variant | None:
     run, function, metadata = (getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
     if run is None or function is None or metadata is None:
         return None
+    # The C launcher gets no scratch memory from here, so a kernel that needs some goes through ``run``.
     needs = [getattr(run, name, 1) for name in ("global_scratch_size", "profile_scratch_size")]
     packed = _CALLS_C.get(_source_hash(type(run).__call__))
     if packed is None or needs != [0, 0] or getattr(run, "gsan_enabled", False):
@@ -209,6 +207,7 @@ def is_direct(device: int) -> bool:
     """Whether a compiled kernel may be called directly on ``device`` right now."""
     if device < 0 or INTERPRETED or _current_device is None or _current_stream is None or not _known_calls():
         return False
+    # Profilers hook the ordinary launch, and would miss a direct one.
     runtime = knobs.runtime
     if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
         return False
@@ -224,7 +223,7 @@ def _known_calls() -> bool:
 
 @lru_cache(maxsize=16)
 def _source_hash(function: Callable[..., Any]) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of a function's source; empty where it has none."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of a function's source; empty where it has none."""
     try:
         return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
     except (OSError, TypeError):
@@ -245,26 +244,19 @@ def launch_kind() -> str:
 def tile_on(
     device: int, op: str, unit_bytes: int, outer: int, cols_bytes: int, addresses_are_long: bool = False
 ) -> Config:
-    """Return ``config_for`` on a device; in the interpreter a larger tile, because every program costs milliseconds.
-
-    With long addresses and units of 1 or 2 bytes half the rows: a thread has many addresses, which take registers.
-    """
+    """Return ``config_for`` on a device; in the interpreter a larger tile, because every program costs milliseconds."""
     if INTERPRETED:
         tile = tile_for(op, unit_bytes, outer, cols_bytes, _INTERPRETED_TILE, _INTERPRETED_TILE, Config.num_warps)
     else:
         tile = config_for(op, unit_bytes, outer, cols_bytes, **device_key(device), lanes=lanes_of(device))
+    # A thread of narrow units has many addresses, which take registers: half the rows, if they are long.
     if addresses_are_long and unit_bytes <= 2:
         return replace(tile, block_rows=max(tile.block_rows // 2, 1))
     return tile
 
 
 def check_place(name: str, first: Tensor, second: Tensor) -> None:
-    """Refuse tensors no kernel can reach, before anything is launched.
-
-    Raises:
-        ValueError: two devices, or a lazy conjugate or negative view.
-        RuntimeError: CPU tensors without the interpreter.
-    """
+    """Reject tensors no kernel can reach: on two devices, lazy views, or CPU tensors without the interpreter."""
     if first.device != second.device:
         raise ValueError(f"{name}: tensors are on {first.device} and {second.device}")
     if first.is_neg() or second.is_neg() or first.is_conj() or second.is_conj():
@@ -274,16 +266,8 @@ def check_place(name: str, first: Tensor, second: Tensor) -> None:
 
 
 def fits(name: str, numbers: Iterable[int], threads: int = 0) -> None:
-    """Refuse numbers that 32-bit integers cannot hold: some Triton versions would truncate them silently.
-
-    Args:
-        name: of the operation.
-        numbers: sizes, strides and the programs of a launch.
-        threads: of a launch of HIP.
-
-    Raises:
-        TooLargeError: a number is 2**31 or nearly that, or there are 2**32 threads.
-    """
+    """Reject sizes, strides, programs and (of a launch of HIP) threads that 32-bit integers cannot hold."""
+    # Some Triton versions would truncate them silently.
     largest = max(numbers, default=0)
     if largest >= _LIMIT:
         raise TooLargeError(f"{name}: {largest} units do not fit the kernels' 32-bit integers")

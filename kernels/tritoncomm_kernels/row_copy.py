@@ -119,11 +119,12 @@ def _run(name: str, indices: tuple[Tensor], x: Tensor, out: Tensor) -> int:
 def _plan(
     name: str, device: int, alignment: int, x: RowsLayout, index: RowsLayout, out: RowsLayout
 ) -> tuple[Launch | None, int]:
-    """The launch of one kind of call, None where there is nothing to copy, and the bytes read plus written."""
+    """Prepare one kind of call: its launch, None where there is nothing to copy, and the bytes it moves."""
     rows = indexed_rows(name, x, index, out)
     if not rows.count or not rows.row:
         return None, rows.moved
     size, (dtype, *_) = rows.itemsize, index
+    # Both strides and the row have to be whole units, as every row starts with one.
     unit = math.gcd(alignment or 16, 16, rows.row * size, rows.stride_far * size, rows.stride_near * size)
     element = min(unit, 8)
     tile = tile_on(-1, "unpack", unit, rows.count, rows.row * size, True)  # addresses wait for the index in both

@@ -198,7 +198,7 @@ def _run(
 
 
 def _arguments(addresses: tuple[int, ...], wire: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The addresses as arguments of a launch: a list on the device (the wire where there is none), and by value."""
+    """Return addresses as arguments of a launch: a list on the device (the wire where there is none), and by value."""
     if len(addresses) <= BY_VALUE:
         return wire, (*addresses, *(0,) * (BY_VALUE - len(addresses)))
     device = wire.get_device()
@@ -219,6 +219,7 @@ def _plan(
     """Prepare one kind of call: launches with the type of their arithmetic, and the bytes read plus written."""
     dtypes = layouts.dtypes[1:]
     aligned = np.array(alignment or (0,) * len(dtypes), np.int64)
+    # Tensors and targets take turns in ``layouts`` and ``alignment``, behind the wire's layout.
     if isinstance(segments, Copies):
         checked, dtypes = checked_copies(name, segments, layouts), dtypes[::2]
         ends = aligned[::2], aligned[1::2], layouts.devices[0]
@@ -226,6 +227,7 @@ def _plan(
         checked = checked_segments(name, segments, layouts, scaled, accumulates, sums)
         ends = aligned, np.array([wire_align]), layouts.devices[0]
     call = _Call(name, segments, ends, scaled, accumulates)
+    # Each pair of dtypes that are cast is a launch of its own. Sums join the launch of their kind, or the copies'.
     copies, added = _by_kind(call, checked, dtypes)
     launches = []
     for kind, rows in copies.items():
@@ -242,8 +244,6 @@ class _Call:
     """Common data of all launches of one kind of call.
 
     Attributes:
-        name: of the operation.
-        segments: the table.
         ends: addresses modulo 16 of the tensors and of the wire (or of the targets), and the device.
         scaled: whether elements are multiplied by a scale.
         accumulates: whether elements are added to the target's.
@@ -277,6 +277,7 @@ def _by_kind(
         if parts is None:
             copies.setdefault(kind, []).append(segment)
         else:
+            # A row of a sum is (tensor, offset, rows, row, stride), then (wire, wire_stride) of each part.
             row = (*segment[:5], *(number for part in parts for number in part))
             added.setdefault(kind, {}).setdefault(len(parts), []).append(row)
     return copies, added
@@ -288,18 +289,18 @@ def _launch(
     """Return one launch and the type of its arithmetic, for copied or cast segments and for sums of one kind.
 
     Args:
-        call: the call.
-        kind: arithmetic of ``rows``.
-        rows: segments that are copied or cast.
-        of_sums: arithmetic of the sums.
-        added: segments that are added up, by the number of their parts.
+        kind, rows: arithmetic of the segments that are copied or cast, and these.
+        of_sums, added: arithmetic of the sums, and these by the number of their parts.
     """
+    # A kind of unit is an index into VEC, BLOCK and the types below. Kinds of the copies or casts come first, kinds of
+    # the sums from ``first`` on; kinds that no record has are cut off.
     works = [_work(call, kind, np.array(rows))] if rows else []
     accesses = _accesses(kind, _CAST_UNITS)[: works[0].kinds] if rows else []
     first, summed = len(accesses), [_work(call, of_sums, np.array(each)) for each in added.values()]
     if summed:
         accesses += _accesses(of_sums, _SUM_UNITS)[: max(work.kinds for work in summed)]
         works += summed
+    # One launch has one table, and the programs of all its works.
     table, words = joined(works, [0] * bool(rows) + [first] * len(summed))
     programs, wide = sum(work.programs for work in works), (of_sums or kind or (None,))[-1]
     fits(call.name, (programs,))
@@ -321,6 +322,7 @@ def _accesses(kind: _Kind, units: int) -> list[tuple[torch.dtype, torch.dtype, t
     """Return (rows type, wire type, wide type, VEC, BLOCK) of every kind of unit, the widest first."""
     if kind is None:
         return [(bits, bits, None, 2 if i == 0 else 1, BLOCKS[i]) for i, bits in enumerate(_BITS)]
+    # Casts and sums have two kinds: units of 16 bytes of the smaller type, and single elements.
     widest = 16 // min(kind[0].itemsize, kind[1].itemsize)
     return [(*kind, vec, units) for vec in (widest, 1)]
 
@@ -340,17 +342,14 @@ def _work(call: _Call, kind: _Kind, rows: Array) -> Work:
 def _in_bytes(rows: Array, segments: Segments) -> Array:
     """Convert segments of any dtypes to segments of bytes."""
     itemsizes = np.array([*(dtype.itemsize for dtype in segments.dtypes), 1])[rows[:, 0]]  # the last one: padding
+    # The columns are offset, row, stride and wire_stride; rows is a number of rows, and wire has bytes already.
     scaled = rows.copy()
     scaled[:, [1, 3, 4, 6]] *= itemsizes[:, None]
     return scaled
 
 
 def _check_aligned(name: str, kind: tuple[torch.dtype, ...], rows: Array, aligned: Array, wire_align: Array) -> None:
-    """Refuse casts of elements at addresses that are not aligned to their type.
-
-    Raises:
-        ValueError: an element in a tensor or in the wire is not aligned.
-    """
+    """Reject casts of elements at addresses that are not aligned to their type."""
     wrong = (rows[:, 5::2] + wire_aligned(wire_align, rows[:, 0])) % kind[1].itemsize
     if bool(wrong.any()) or bool((aligned[rows[:, 0]] % kind[0].itemsize).any()):
         raise ValueError(f"{name}: {kind[1]} in the wire cannot be cast where bytes are not aligned to it")

@@ -59,10 +59,9 @@ class _Records:
     Attributes:
         tensor: index, or ``PADDING``.
         at: where a record starts in its tensor.
-        wire: and in the wire, in bytes: ``[n, parts]``, where more than one are added up.
+        wire: where it starts in the wire, in bytes: ``[n, parts]``, where more than one are added up.
         count: elements.
         has_rows: whether it is not contiguous on both sides.
-        row, stride: of rows.
         wire_stride: of rows in the wire, ``[n, parts]``.
         skip: elements of the first row that are not in the record.
         unit: elements of an access.
@@ -130,6 +129,7 @@ class _Sides:
         padding = records.tensor < 0
         in_wire = records.wire + wire_aligned(self.wire_align, records.tensor)
         in_rows = self.rows_align[records.tensor.clip(min=0)] + records.at * self.rows
+        # Padding has no tensor, so its wire decides the unit alone.
         return np.where(padding, in_wire[:, 0], in_rows) & 15, in_wire & 15
 
 
@@ -143,9 +143,7 @@ def divide(
             numbers again for every further part that is added; in bytes if they are copied, so that tensors of any
             dtypes share a launch.
         itemsizes: bytes of an element of the tensors and in the wire where there is arithmetic, None for copies.
-        rows_align: addresses of the tensors modulo 16.
-        wire_align: address of the wire modulo 16, ``[1]``, or of every tensor's target.
-        multiprocessors: of the device.
+        rows_align, wire_align: addresses modulo 16 of the tensors; of the wire, ``[1]``, or of every tensor's target.
 
     Example:
         On 4 multiprocessors two segments of 1 MiB and 32 of 64 bytes are 65 programs, at most one of the 32 in each.
@@ -155,6 +153,7 @@ def divide(
     nbytes = sides.nbytes * (records.wire.shape[1] + 1) // 2  # of an element of every part
     total = int(records.count.sum()) * nbytes
     share = min(max(-(-total // (multiprocessors * _PROGRAMS)), _LEAST), _MOST)
+    # Small records are dealt out whole. Large ones are then split so that every program is filled up to the average.
     is_small = records.count * nbytes * _SMALL < share
     small, large = records.pick(is_small), records.pick(~is_small)
     programs = max(-(-total // share), -(-len(small) // _SMALL), 1)
@@ -166,6 +165,7 @@ def divide(
         program = np.concatenate([of_large, of_small])
         order = program.argsort(kind="stable")
         program, records = program[order], _Records.joined(large, small).pick(order)
+    # The table has the records in the order of their programs, and a program reads a range of it.
     starts = program.searchsorted(np.arange(programs + 1))
     kind = _kind(records.unit, sides)
     words, parts = _words(records, sides, kind)
@@ -182,13 +182,10 @@ def joined(works: Sequence[Work], kinds: Sequence[int]) -> tuple[Array, int]:
     """Return the table of one launch that does all the work, and the words of a record.
 
     Args:
-        works: with programs of their own.
         kinds: for each work the number of its widest kind in the launch.
-
-    Returns:
-        int64: the first record of every program and of all records; the records; the lists of their parts. A record
-        has 4 words, one more where the wire has gaps between rows, and another where parts are added up.
     """
+    # The table is int64: the first record of every program and the number of all records; the records; the lists of
+    # their parts. A record has 4 words, one more where the wire has gaps between rows, and another for sums.
     starts, records, lists, first = [], [], [], 0
     for work, kind in zip(works, kinds, strict=True):
         starts.append(work.starts[:-1] + first)
@@ -203,6 +200,7 @@ def joined(works: Sequence[Work], kinds: Sequence[int]) -> tuple[Array, int]:
     for work, one in zip(works, records, strict=True):
         added = work.parts.shape[1]
         if added:
+            # Word 5 is the place of the record's list in the table, and the number of its further parts from bit 32 on.
             one[:, 5] = at + 2 * added * np.arange(len(one)) | added << 32
             lists.append(work.parts.flatten())
             at += work.parts.size
@@ -211,6 +209,7 @@ def joined(works: Sequence[Work], kinds: Sequence[int]) -> tuple[Array, int]:
 
 
 def _records(rows: Array) -> _Records:
+    # Columns 5, 7, ... are the parts' places in the wire, columns 6, 8, ... their strides.
     tensor, at, count, row, stride = rows[:, :5].T
     wire, wire_stride = rows[:, 5::2], rows[:, 6::2]
     wire_stride = np.where(wire_stride == 0, row[:, None], wire_stride)
@@ -221,6 +220,8 @@ def _records(rows: Array) -> _Records:
 
 def _with_units(records: _Records, sides: _Sides) -> _Records:
     """Give every record the widest unit that both addresses allow, and divide records of bytes at its bounds."""
+    # A record of rows has one unit for all of them. A row too long for the division by ``magic``, or a gap beyond 32
+    # bits, makes each row a record.
     strided, flat = records.pick(records.has_rows), records.pick(~records.has_rows)
     if len(strided):
         strided = replace(strided, unit=_unit_of_rows(strided, sides))
@@ -254,15 +255,14 @@ def _unit_of_rows(records: _Records, sides: _Sides) -> Array:
 
 
 def _unit_of_bytes(records: _Records, sides: _Sides) -> tuple[Array, Array]:
-    """Return the elements of a unit of contiguous records, and the elements before the first aligned unit.
-
-    A record that fits into one block of narrow units is not parted for wider ones.
-    """
+    """Return the elements of a unit of contiguous records, and the elements before the first aligned unit."""
     in_rows, in_parts = sides.addresses(records)
     in_wire = in_parts[:, 0]
     if sides.is_bits:
+        # Both sides reach multiples of the unit together if their distance is a multiple of it.
         unit = _low_bit(in_rows - in_wire)
         narrow = _low_bit(in_rows | in_wire | records.count)
+        # A record that fits into one block of narrow units is not parted for wider ones.
         unit = np.where(records.count <= narrow * BLOCKS[-1], np.minimum(narrow, unit), unit)
         return unit, -in_wire % unit
     small, at = (sides.rows, in_rows) if sides.rows <= sides.wire else (sides.wire, in_wire)
@@ -305,6 +305,8 @@ def _row_by_row(records: _Records, sides: _Sides) -> _Records:
 
 def _part(records: _Records, sides: _Sides, first: Array, count: Array) -> _Records:
     """Return ``count`` elements of each record, from number ``first`` on."""
+    # ``r`` is the row in which the part starts, and ``skip`` the elements of that row before it. A part inside one row
+    # is contiguous.
     r = np.where(records.has_rows, first // records.row, 0)
     skip = np.where(records.has_rows, first - r * records.row, 0)
     at = records.at + np.where(records.has_rows, r * records.stride + skip, first)
@@ -332,11 +334,14 @@ def _split(records: _Records, sides: _Sides, shares: Array) -> tuple[_Records, A
     if not len(records):
         return records, ends
     total, starts = int(ends[-1]), ends - records.count
+    # ``limits`` has the end of every program but the last, in elements of all records in a row. Each is rounded to a
+    # step inside its record ``j``, so that units stay whole and no sector is read twice.
     limits = (shares.cumsum() / shares.sum() * total).round().astype(np.int64)[:-1].clip(max=total)
     j = ends.searchsorted(limits, "right").clip(max=len(ends) - 1)
     step = (records.unit * (_STEP // sides.nbytes // records.unit).clip(min=1))[j]
     limits = starts[j] + (limits - starts[j] + step // 2) // step * step
     limits = np.minimum(limits, ends[j])
+    # ``first`` has the starts of the new records: all old ones, and the limits between them.
     first = np.sort(np.concatenate([starts, limits[limits < total]]))
     first = first[np.append(first[1:] > first[:-1], True)]  # np.unique hashes, which takes ten times as long
     which = ends.searchsorted(first, "right")
@@ -360,11 +365,14 @@ def _kind(unit: Array, sides: _Sides) -> Array:
 def _words(records: _Records, sides: _Sides, kind: Array) -> tuple[Array, Array]:
     """Pack the records, and the further parts of each, as ``segment_kernel`` has them; ``joined`` fills in words 5."""
     unit, has_rows, padding = records.unit, records.has_rows, records.tensor < 0
+    # The kernel multiplies by ``magic`` and shifts by 31 instead of a division by the row; 0 keeps a record in row 0.
     row = np.where(has_rows, records.row // unit, 1)
     magic = np.where(has_rows, ((1 << 31) + row - 1) // row, 0)
     gap = np.where(has_rows, (records.stride - records.row) // unit, 0)
     gaps = np.where(has_rows[:, None], (records.wire_stride - records.row[:, None]) // unit[:, None], 0)
+    # The docstring of ``segment_kernel`` lists the bits of words 1, 2 and 3.
     place, sizes = records.wire[:, 0] | records.skip // unit << 48, records.count // unit | magic << 32
     code = gap << 32 | records.tensor.clip(min=0) << 4 | padding.astype(np.int64) << 3 | kind
     words = np.stack([records.at * sides.rows, place, sizes, code, gaps[:, 0], np.zeros_like(unit)], 1)
+    # Word 4 has the gap of the first part. Further parts are relative to the first part in the wire.
     return words, np.stack([records.wire[:, 1:] - records.wire[:, :1], gaps[:, 1:]], 2)

@@ -160,8 +160,7 @@ class Strided(NamedTuple):
     """Segments with equal rows, equally far apart in a tensor and in the wire: one strided copy.
 
     Attributes:
-        tensor: index of the tensor.
-        offset: elements from its data pointer to the first segment.
+        offset: elements from the tensor's data pointer to the first segment.
         size: number of segments, rows of each, elements of a row.
         strides: in the tensor, in elements.
         wire: byte of the wire at which the first segment starts.
@@ -185,7 +184,6 @@ class CheckedSegments:
         parts: all parts of a sum, by its place in ``targets``.
         wides: for every target the type of its arithmetic, None if bits are copied.
         copied: bytes read plus bytes written.
-        segments: the table.
     """
 
     targets: tuple[Segment, ...]
@@ -208,7 +206,6 @@ class Layouts(NamedTuple):
     """Properties of the wire and of every tensor on which a plan depends, the wire first.
 
     Attributes:
-        dtypes: of all.
         shapes: of all; if all are contiguous, their numbers of elements.
         strides: of all; None if all are contiguous.
         devices: the distinct ones, -1 for the CPU.
@@ -241,7 +238,8 @@ def in_turns(tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tenso
 
 
 def layouts_of(wire: Tensor, tensors: Sequence[Tensor]) -> Layouts:
-    """Return the layouts of a call; one attribute of all tensors at a time, because the host pays for every tensor."""
+    """Return the layouts of a call."""
+    # One attribute of all tensors at a time, because the host pays for every tensor.
     every = (wire, *tensors)
     dtypes, devices = tuple(map(_dtype_of, every)), tuple(set(map(Tensor.get_device, every)))
     is_lazy = any(map(Tensor.is_neg, every)) or (_has_complex(dtypes) and any(map(Tensor.is_conj, every)))
@@ -265,13 +263,7 @@ def checked_segments(
     accumulates: bool = False,
     sums: bool = False,
 ) -> CheckedSegments:
-    """Check that the table fits these tensors and this wire; once for every table and layout of the tensors.
-
-    Raises:
-        ValueError: another number of tensors or a segment beyond its tensor, a wire that is too short or not
-            contiguous, two devices, a lazy conjugate or negative view, rows that overlap where they are written.
-        TypeError: a cast, scale or sum of a dtype that has no arithmetic here.
-    """
+    """Check that the table fits these tensors and this wire; once for every table and layout of the tensors."""
     _check_wire_layout(name, layouts, segments)
     _check_memory(name, layouts)
     dtypes = layouts.dtypes[1:]
@@ -296,19 +288,14 @@ def checked_segments(
         carried, dtype, added = segments.dtypes[segment.tensor], dtypes[segment.tensor], len(parts.get(i, (0,)))
         ends = (carried, dtype) if scatters else (dtype, carried)
         wides.append(wide_type(name, *ends, scaled, accumulates or added > 1))
+        # A sum reads all its parts and writes the tensor once; accumulation reads the tensor too.
         copied += count * (carried.itemsize * added + dtype.itemsize * (2 if accumulates else 1))
     return CheckedSegments(targets, parts, tuple(wides), copied, segments)
 
 
 @lru_cache(maxsize=1024)
 def checked_copies(name: str, copies: Copies, layouts: Layouts) -> CheckedSegments:
-    """Check that the table fits these tensors and targets, which take turns after a first layout.
-
-    Raises:
-        ValueError: another number of tensors or targets, a segment beyond its tensor or target, a target that is not of
-            the table's dtype, two devices, a lazy conjugate or negative view.
-        TypeError: a cast of a dtype that has no arithmetic here.
-    """
+    """Check that the table fits these tensors and targets, which take turns after a first layout."""
     _check_memory(name, layouts)
     sources, targets = layouts.dtypes[1::2], layouts.dtypes[2::2]
     if len(sources) != len(copies.dtypes) or targets != copies.dtypes:
@@ -332,6 +319,7 @@ def _strided(group: Sequence[Segment], itemsize: int) -> Iterator[Strided]:
         segment, end, gaps = group[first], first + 1, (0, 0)
         while end < len(group):
             here, before = group[end], group[end - 1]
+            # ``apart`` is the distance to the segment before, in the tensor (elements) and in the wire (bytes).
             apart = here.offset - before.offset, here.wire - before.wire
             if min(apart) < 0 or apart[1] % itemsize or (end > first + 1 and apart != gaps):
                 break
@@ -384,7 +372,7 @@ def _canonical(segment: Segment) -> Segment:
 
 
 def _check_targets(name: str, segments: Sequence[Segment]) -> None:
-    """Refuse rows that overlap in a tensor: their values would depend on the order of writes, and sums be lost."""
+    """Reject rows that overlap in a tensor: their values would depend on the order of writes, and sums be lost."""
     by_tensor: dict[int, list[tuple[int, int, int, int]]] = {}
     for segment in segments:
         if segment.tensor == PADDING:
@@ -427,6 +415,7 @@ def _overlap_of(tangle: Sequence[_Block]) -> tuple[int, int] | None:
     if all(one[3] == period for one in tangle) and all(map(le, ends, following)):
         return None  # side by side within every period
     start_of, counts, rows, strides = np.array(tangle).T
+    # The arrays have one entry per row of all blocks. A row overlaps if one with an earlier start ends behind its own.
     which = np.repeat(np.arange(len(counts)), counts)
     starts = start_of[which] + strides[which] * (np.arange(len(which)) - (counts.cumsum() - counts)[which])
     order = starts.argsort(kind="stable")

@@ -69,7 +69,7 @@ class Table:
         configs: ``{op: {unit_bytes: entry}}``; an entry has ``tile_bytes``, ``segment_bytes``, ``num_warps`` and
             ``evict_first``. Without the last one it is off; only ``EVICT_UNITS`` may have it on.
         crossover_bytes: ``{op: {unit_bytes: size}}``; smaller tensors are faster on torch's path.
-        origin: where it was read.
+        origin: path of the file.
     """
 
     device: str
@@ -82,12 +82,7 @@ class Table:
 
 
 def read(path: Any) -> Table:
-    """The table in a file (a path or a resource of the package).
-
-    Raises:
-        OSError: the file cannot be read.
-        TableError: it is no table, it is damaged, or its format is newer than this version's.
-    """
+    """Return the table in a file (a path or a resource of the package); reject a damaged file or a newer format."""
     content = read_json(path)
     if not isinstance(content, dict) or content.get("kind") != "measured":
         raise TableError("not a measured table")
@@ -113,12 +108,8 @@ def read(path: Any) -> Table:
 
 
 def read_json(path: Any) -> Any:
-    """The content of a JSON file, unchecked.
-
-    Raises:
-        OSError: the file cannot be read.
-        TableError: it is no regular file (a pipe would never end), larger than any table, or no JSON.
-    """
+    """Return the content of a JSON file, unchecked; reject a file that is not regular, or larger than any table."""
+    # A pipe would never end.
     if path.exists() and not path.is_file():
         raise TableError("not a regular file")
     with path.open("rb") as file:
@@ -134,7 +125,7 @@ def read_json(path: Any) -> Any:
 
 
 def _section(content: dict[str, Any], name: str) -> dict[str, Any]:
-    """``{op: {unit: ...}}`` with known ops and units."""
+    """Return ``{op: {unit: ...}}`` with known ops and units."""
     section = content.get(name, {})
     if not isinstance(section, dict):
         raise TableError(f"damaged: {name} is {reprlib.repr(section)}")
@@ -162,9 +153,7 @@ def misfit(table: Table, device_name: str, sm_count: int, *, exact: bool = True)
     """Return the reason why the table does not apply to a device; empty if it does.
 
     Args:
-        table: the table.
-        device_name: name of the GPU.
-        sm_count: its multiprocessors, 0 if unknown.
+        sm_count: multiprocessors of the device, 0 if unknown.
         exact: whether the version of Triton has to be the table's too.
     """
     if table.device != device_name or sm_count not in (0, table.sm_count):
@@ -178,13 +167,10 @@ def misfit(table: Table, device_name: str, sm_count: int, *, exact: bool = True)
 
 @lru_cache(maxsize=64)
 def chosen(device_name: str, sm_count: int) -> tuple[Table, ...]:
-    """Tables that apply to a device, in order of precedence: the user's own, then the one in the package.
-
-    The environment variable TRITONCOMM_TABLE names the only file to look at instead, or a folder of files named as the
-    user's own are, or ``none`` for no table at all. A file that does not apply is ignored with one warning, and so is
-    one that the variable names and that does not exist.
-    """
+    """Return the tables that apply to a device, in order of precedence: the user's own, then the one in the package."""
     named, key = variable(), (device_name, sm_count)
+    # TRITONCOMM_TABLE names the only file to look at instead, or a folder of files named as the user's own are. A file
+    # that does not apply is ignored with one warning; so is one that the variable names and that does not exist.
     if named == "none":
         return ()
     if named:
@@ -197,7 +183,7 @@ def chosen(device_name: str, sm_count: int) -> tuple[Table, ...]:
 def _usable(
     name: str, locate: Callable[[], Any], key: tuple[str, int], *, exact: bool, required: bool = False
 ) -> list[Table]:
-    """The table in a file, or nothing with a warning that gives the reason; no warning if the file does not exist."""
+    """Return the table in a file, or nothing with a warning of the reason; no warning if the file does not exist."""
     try:
         path = locate()
         name = str(path)
@@ -219,11 +205,7 @@ def _named_file(named: str, device_name: str, sm_count: int) -> Path:
 
 
 def expanded(text: str) -> Path:
-    """A path with ``~`` and ``~user`` resolved.
-
-    Raises:
-        FileNotFoundError: there is no such user, or no home directory.
-    """
+    """Return a path with ``~`` and ``~user`` resolved; raise ``FileNotFoundError`` without such a user or home."""
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -231,26 +213,26 @@ def expanded(text: str) -> Path:
 
 
 def variable() -> str:
-    """The value of TRITONCOMM_TABLE: a file, a folder, ``none`` (or any spelling of off), or empty."""
+    """Return the value of TRITONCOMM_TABLE: a file, a folder, ``none`` (or any spelling of off), or empty."""
     value = os.environ.get(VARIABLE, "").strip()
     return "none" if value.lower() in ("none", *OFF) else value
 
 
 def digest(device_name: str, sm_count: int) -> str:
-    """A hash of a device's tiles and crossovers, independent of the files; ``built in`` without any."""
+    """Return a hash of a device's tiles and crossovers, independent of the files; ``built in`` without any."""
     contents = [[one.configs, one.crossover_bytes] for one in chosen(device_name, sm_count)]
     contents = [one for one in contents if any(one)]  # a search that was stopped early leaves an empty one
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:8] if contents else "built in"
 
 
 def table_name(device_name: str, sm_count: int | None = None) -> str:
-    """File name of a device's table, with the number of multiprocessors for a user's own."""
+    """Return the file name of a device's table, with the number of multiprocessors for a user's own."""
     name = "".join(c if c.isalnum() else "-" for c in device_name.lower())
     return f"{name}.json" if sm_count is None else f"{name}-{sm_count}.json"
 
 
 def table_in(folder: Path, device_name: str, sm_count: int) -> Path:
-    """Path of a device's table in a folder; without ``sm_count`` that of its largest partition."""
+    """Return the path of a device's table in a folder; without ``sm_count`` that of its largest partition."""
     if sm_count:
         return folder / table_name(device_name, sm_count)
     start = table_name(device_name, 0).removesuffix("0.json")
@@ -259,18 +241,14 @@ def table_in(folder: Path, device_name: str, sm_count: int) -> Path:
 
 
 def user_folder() -> Path:
-    """Return the folder of the user's own tables: ``$XDG_CACHE_HOME/tritoncomm`` or ``~/.cache/tritoncomm``.
-
-    Raises:
-        FileNotFoundError: neither the variable nor a home directory is there.
-    """
+    """Return the folder of the user's own tables: ``$XDG_CACHE_HOME/tritoncomm`` or ``~/.cache/tritoncomm``."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else expanded("~/.cache")) / "tritoncomm"
 
 
 @lru_cache(maxsize=1)
 def source_hash() -> str:
-    """First 16 hexadecimal digits of the SHA-256 of the kernels' source files."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of the kernels' source files."""
     folder = resources.files("tritoncomm_kernels")
     text = "".join((folder / name).read_text(encoding="utf-8") for name in _SOURCES)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
