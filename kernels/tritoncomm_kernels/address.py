@@ -150,6 +150,7 @@ def _copy_kernel(
     c, element = pk * (BLOCK_COLS // VEC) + lane // VEC, lane % VEC
     w = _divide(c, run)
     in_row, in_wire = (o < outer) & (c < row), (o < outer) & (c < cols)
+    # Rank w's block starts ``w * stride_rank`` units into the wire; column c is unit ``c - w*run`` of a row there.
     wire_ptr += (o.to(tl.int64) * run + (w.to(tl.int64) * stride_rank + (c - w * run))) * VEC + element
     if VEC == 1 and BLOCK_COLS > 1 and _WALKS_DOWN:
         wire_ptr = tl.max_contiguous(wire_ptr, [1, 2])
@@ -211,6 +212,8 @@ def _copy_split_kernel(
         Program 1 (rank 2) writes ``[_, _, _, _, 2, 3, _, _, 12, 13, _, _]``.
         Program 2 (rank 2) writes ``[_, _, _, _, _, _, 4, 5, _, _, 14, 15]``.
     """
+    # Sizes as arguments reach the kernel without a copy to the device, so a call with new sizes needs no table.
+    # start_w is the first unit of rank w in a row, and tile_w is its first tile; rank 0 has 0 for both.
     starts = (
         start_1, start_2, start_3, start_4, start_5, start_6, start_7, start_8, start_9, start_10, start_11, start_12,
         start_13, start_14, start_15, row,
@@ -223,6 +226,8 @@ def _copy_split_kernel(
     po = _divide(pid, tiles)
     tile = pid - po * tiles
     first, start, stop = 0 * tile, 0 * tile, 0 * tile + start_1
+    # The last rank whose first tile is not after this one has it: a rank without units shares its first tile with the
+    # next rank.
     for w in tl.static_range(RANKS - 1):
         after = tile >= firsts[w]
         first = tl.where(after, firsts[w], first)
@@ -257,6 +262,8 @@ def _copy_table_kernel(
     po = _divide(pid, tiles)
     tile = pid - po * tiles
     rank = tl.arange(0, RANKS)
+    # Each step compares the first tiles of RANKS ranks; the number of tiles that are not after this one is the rank
+    # plus 1.
     begun = (tl.load(table_ptr + rank) <= tile).to(tl.int32)
     for step in tl.static_range(1, STEPS):
         begun += (tl.load(table_ptr + step * RANKS + rank) <= tile).to(tl.int32)
