@@ -1,4 +1,8 @@
-"""Collectives inside autograd: Megatron-LM's tensor-parallel mappings, and the general ones along any dims."""
+"""Collectives inside autograd: Megatron-LM's tensor-parallel mappings, and the general ones along any dims.
+
+Internal functions take a checked ``group``. ``name`` is the public mapping, for errors and counters; ``on_stream``
+issues an exchange on the backend's own stream and waits for it. W is the number of ranks.
+"""
 
 from tritoncomm.mappings.exchanges import (
     _AllToAll,

@@ -48,7 +48,7 @@ class _AllToAll(Function):
 
 
 def all_to_all_single(x: Tensor, group: ProcessGroup, out: Any, into: Any, on_stream: bool, name: str) -> Tensor:
-    """The engine's row exchange with a caller's split sizes, on the current stream or on the backend's."""
+    """Exchange rows by a caller's split sizes: ``out`` come from each rank, ``into`` go to each."""
     out_sizes, in_sizes = normalize_sizes(out, name), normalize_sizes(into, name)
     if on_stream and not is_compiling():
         result, handle = eager.all_to_all_single(x, group, out_sizes, in_sizes, name, True)
@@ -57,14 +57,14 @@ def all_to_all_single(x: Tensor, group: ProcessGroup, out: Any, into: Any, on_st
 
 
 def to_hidden(x: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: bool, name: str) -> Tensor:
-    """``[t.., H] -> [t*W, H/W]``, or ``shape``."""
+    """Exchange ``[t.., H] -> [t*W, H/W]``, or to ``shape``."""
     if shape is None:
         shape = (math.prod(x.shape[:-1]) * group.size(), x.shape[-1] // group.size())
     return eager.all_to_all(x, -1, 0, group, name, shape=shape, asynchronous=on_stream)
 
 
 def _flattened(x: Tensor, name: str) -> Tensor:
-    """``[T.., h] -> [T, h]``; a copy, which is counted, where one stride cannot walk the leading dims."""
+    """Flatten ``[T.., h] -> [T, h]``; a copy, which is counted, where one stride cannot walk the leading dims."""
     flat = math.prod(x.shape[:-1]), x.shape[-1]
     if type(x) is not Tensor and not is_compiling():
         check_kind(x, name)  # a DTensor refuses some views with errors of its own
@@ -81,7 +81,7 @@ def _flattened(x: Tensor, name: str) -> Tensor:
 
 
 def to_sequence(x: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: bool, name: str) -> Tensor:
-    """``[T.., h] -> [T/W, h*W]``, or ``shape``."""
+    """Exchange ``[T.., h] -> [T/W, h*W]``, or to ``shape``."""
     if x.dim() != 2:
         x = _flattened(x, name)
     return eager.all_to_all(x, 0, 1, group, name, shape=shape, asynchronous=on_stream)
@@ -89,7 +89,7 @@ def to_sequence(x: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: b
 
 @direct
 class _SequenceToHidden(Function):
-    """Forward: every rank's rows, my columns. Backward: my rows, every rank's columns."""
+    """Forward: every rank's rows, this rank's columns. Backward: this rank's rows, every rank's columns."""
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: bool) -> Tensor:
@@ -106,7 +106,7 @@ class _SequenceToHidden(Function):
 
 @direct
 class _HiddenToSequence(Function):
-    """Forward: my rows, every rank's columns. Backward: every rank's rows, my columns."""
+    """Forward: this rank's rows, every rank's columns. Backward: every rank's rows, this rank's columns."""
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: bool) -> Tensor:

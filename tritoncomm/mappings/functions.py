@@ -60,7 +60,7 @@ class _CopyToModelParallelRegion(Function):
 
 @direct
 class _CopyInPlace(Function):
-    """``_CopyToModelParallelRegion`` whose backward writes into the gradient that it receives."""
+    """Copy like ``_CopyToModelParallelRegion``; backward writes into the gradient that it receives."""
 
     forward = staticmethod(_CopyToModelParallelRegion.forward)
 
@@ -71,6 +71,7 @@ class _CopyInPlace(Function):
         if grad_output.requires_grad or not in_place:
             return _CopyToModelParallelRegion.backward(ctx, grad_output)
         grad = eager.all_reduce(grad_output, ctx.group, name, in_place=True)
+        # A backward that still needs the overwritten tensor raises torch's error then.
         torch.autograd.graph.increment_version(grad)
         return grad, None
 
@@ -97,7 +98,7 @@ class _ReduceFromModelParallelRegion(Function):
 
 @direct
 class _ReduceInPlace(Function):
-    """``_ReduceFromModelParallelRegion`` that writes into its input; marks it dirty."""
+    """Reduce like ``_ReduceFromModelParallelRegion``, into the input, which is marked dirty."""
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
@@ -124,17 +125,12 @@ def _along_one_dim(
     adjoint: str,
     *more: Any,
 ) -> Any:
-    """An autograd class that runs one collective along ``dim`` forward, and its adjoint backward.
+    """Make an autograd class that runs one collective along ``dim`` forward, and its adjoint backward.
 
     Args:
-        name: of the class.
-        doc: its docstring.
         mapping: the public function, which errors and counters name.
-        dim: the first or the last.
-        run: the collective, from ``eager``.
-        run_adjoint: that of backward.
-        adjoint: name of the class that backward enters under ``create_graph``.
-        more: its arguments after the group.
+        run, run_adjoint: the collectives of forward and backward, from ``eager``.
+        adjoint, more: the class that backward enters under ``create_graph``, and its arguments after the group.
     """
 
     def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
@@ -146,6 +142,7 @@ def _along_one_dim(
 
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if grad_output.requires_grad:
+            # The adjoint is looked up by name, as one of two adjoint classes is made before the other exists.
             return _adjoints[adjoint].apply(grad_output, ctx.group, *more), None
         return run_adjoint(grad_output, dim, ctx.group, None, f"{mapping}.backward"), None
 

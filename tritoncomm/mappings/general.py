@@ -23,7 +23,7 @@ __all__ = ["all_gather_dim", "all_to_all_dims", "reduce_scatter_dim", "split_dim
 
 
 def checked(input_: Any, group: GroupLike | None, name: str) -> ProcessGroup:
-    """The group to use; refuses anything but a tensor, and forward-mode AD (which `autograd.Function` hides)."""
+    """Return the group to use; reject anything but a tensor, and forward-mode AD, which ``autograd.Function`` hides."""
     if forward_ad._current_level >= 0 and isinstance(input_, Tensor):
         refuse_forward_ad(input_, name)
     if isinstance(input_, Tensor) and isinstance(group, ProcessGroup):
@@ -79,7 +79,7 @@ class _SplitDim(torch.autograd.Function):
 
 @direct
 class _AllToAllDims(torch.autograd.Function):
-    """Forward: split one dim, concatenate another. Backward: the same with the dims swapped."""
+    """Forward: split one dim, concatenate another. Backward: the exchange with the dims swapped."""
 
     @staticmethod
     def forward(

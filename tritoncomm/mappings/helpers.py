@@ -29,12 +29,12 @@ def _reduce(input_: Tensor, group: GroupLike) -> Tensor:
 
 
 def _split_along_last_dim(input_: Tensor, group: GroupLike) -> Tensor:
-    """This rank's chunk of the last dim, contiguous: ``[..., H] -> [..., H/W]``."""
+    """Return this rank's chunk of the last dim, contiguous: ``[..., H] -> [..., H/W]``."""
     return _run_split(input_, -1, group, "_split_along_last_dim")
 
 
 def _split_along_first_dim(input_: Tensor, group: GroupLike) -> Tensor:
-    """This rank's chunk of dim 0, a view of a contiguous input: ``[S, ...] -> [S/W, ...]``."""
+    """Return this rank's chunk of dim 0, a view of a contiguous input: ``[S, ...] -> [S/W, ...]``."""
     return _run_split(input_, 0, group, "_split_along_first_dim")
 
 

@@ -90,10 +90,8 @@ def may_overwrite(x: Tensor) -> bool:
 
 
 def may_overwrite_gradient(grad: Tensor) -> bool:
-    """Whether a permitted sum can be written into ``grad``: it spans its memory, as a view or not.
-
-    A linear layer of three dims gives its input a gradient that is a view of new memory.
-    """
+    """Whether a permitted sum can be written into ``grad``: it spans its memory, as a view or not."""
+    # Views count too: a linear layer of three dims gives its input a gradient that is a view of new memory.
     return _has_own_memory(grad) and grad.untyped_storage().nbytes() == grad.nbytes
 
 

@@ -74,7 +74,7 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, group: GroupLike | None
 
 
 def copy_to(input_: Tensor, group: GroupLike | None, in_place: bool) -> Tensor:
-    """``copy_to_tensor_model_parallel_region``; ``in_place``: nothing but its backward needs the gradient."""
+    """Run ``copy_to_tensor_model_parallel_region``; ``in_place``: nothing but its backward needs the gradient."""
     group = checked(input_, group, "copy_to_tensor_model_parallel_region")
     if type(input_) is not Tensor:
         check_kind(input_, "copy_to_tensor_model_parallel_region")
@@ -97,7 +97,7 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor, group: GroupLike | 
 
 
 def reduce_from(input_: Tensor, group: GroupLike | None, in_place: bool) -> Tensor:
-    """``reduce_from_tensor_model_parallel_region``; ``in_place``: nothing else needs the input."""
+    """Run ``reduce_from_tensor_model_parallel_region``; ``in_place``: nothing else needs the input."""
     name = "reduce_from_tensor_model_parallel_region"
     group = checked(input_, group, name)
     in_place = in_place and may_overwrite(input_) and world_of(group, name) > 1
