@@ -1,6 +1,7 @@
 """Dry run of a mapping: steps, code paths, bytes, kernel tiles and predicted time.
 
-The bytes are those that `record` counts for the real call; times are predictions of `cost`.
+The bytes equal the counts of ``record`` for the real call; times are predictions of ``cost``. In all modules ``op``
+or ``short`` is the short name of a mapping, ``call`` describes one call on one rank, and no tensor has memory.
 """
 
 import math
@@ -47,11 +48,10 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A mapping forward and backward, and what the share of its local passes would be at other numbers of ranks.
+    """A mapping forward and backward, and the projected share of its local passes at other numbers of ranks.
 
     Attributes:
-        backward: None where there is none.
-        no_backward: why not.
+        backward: None where there is none, for the reason ``no_backward``.
     """
 
     op: str
@@ -103,27 +103,19 @@ def explain(
     stride: Sequence[int] | None = None,
     sm_count: int = 0,
 ) -> Explanation:
-    """Dry run of a mapping, forward and backward (of a contiguous gradient).
+    """Return the dry run of a mapping, forward and backward (of a contiguous gradient).
 
     Args:
         op: a short name of ``OPS`` or the mapping's own name.
-        shape: of the input on this rank.
-        world: number of ranks.
-        dtype: of the input.
+        shape, stride: of the input on this rank; contiguous by default.
         dims: of the mappings that take some: one (0 by default), or scatter_dim and gather_dim of an all-to-all.
         device: ``cpu``, ``cuda``, or the name of a GPU whose tuned table counts.
         rates: of the prediction; ``cost.DEFAULTS`` of the kind of device by default.
         overwrite: ``mappings.overwrite_inputs`` is on: ``reduce`` and the gradient of ``copy`` are summed in place.
-        sizes: of the mappings that take some: size of the dim on each rank; of an all-to-all what goes to each rank.
-        out_sizes: of an all-to-all: what comes from each rank.
+        sizes: of the mappings that take some: size of the dim on each rank; of an all-to-all the sizes to each rank.
+        out_sizes: of an all-to-all: sizes from each rank.
         rank: rank to report on, which matters with sizes.
-        stride: of the input; contiguous by default.
         sm_count: multiprocessors of the named GPU; by default those of the largest part of it that has a table.
-
-    Raises:
-        ArgumentError: no such mapping or device, or dims, sizes or ``overwrite`` where it takes none.
-        ShapeError: the shape does not divide, has no such dim, or is larger than any tensor.
-        UnsupportedError: a reduction of a dtype that the backend cannot reduce.
     """
     short, dims = _named(op, checked_ints(dims, "plan: dims"))
     shape = checked_ints(shape, "plan: a shape")
@@ -151,7 +143,7 @@ def explain(
 
 
 def _named(op: str, dims: Ints) -> tuple[str, Ints]:
-    """The short name, and the dims that its mapping takes."""
+    """Return the short name, and the dims that its mapping takes."""
     short = next((short for short, name in OPS.items() if op in (short, name)), None)
     if short is None:
         raise ArgumentError(f"plan: no mapping {op!r}; there are {', '.join(OPS)}")
@@ -170,7 +162,7 @@ def _named(op: str, dims: Ints) -> tuple[str, Ints]:
 
 
 def _check_extent(shape: Ints, world: int, dtype: torch.dtype, out_sizes: Sequence[int], stride: Sequence[int]) -> None:
-    """Refuse what no tensor of torch holds, on any rank or gathered from all of them."""
+    """Reject tensors that torch cannot hold, on any rank or gathered from all of them."""
     if world > _MOST_RANKS:
         raise ShapeError(f"plan: no job has more than {_MOST_RANKS} ranks")
     sizes = [max(size, 1) for size in shape]
@@ -182,7 +174,7 @@ def _check_extent(shape: Ints, world: int, dtype: torch.dtype, out_sizes: Sequen
 
 
 def _check_device(device: str, sm_count: int) -> None:
-    """Refuse the name of a GPU of which nothing is known: the report would have the tiles and times of another one."""
+    """Reject the name of an unknown GPU: the report would have the tiles and times of another one."""
     if device in ("cpu", "cuda"):
         return
     here = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
@@ -196,7 +188,7 @@ def _check_device(device: str, sm_count: int) -> None:
 
 
 def _check(short: str, shape: Ints, call: Call) -> None:
-    """Refuse what the mapping does not take."""
+    """Reject arguments that the mapping does not take."""
     name = OPS[short]
     if call.sizes is not None and short not in _SIZED + _EXCHANGES:
         raise ArgumentError(f"plan: {name} takes no sizes; {', '.join(_SIZED + _EXCHANGES)} do")
@@ -211,13 +203,14 @@ def _check(short: str, shape: Ints, call: Call) -> None:
 
 
 def _both(short: str, shape: Ints, call: Call) -> tuple[Movement, Movement | None, str]:
-    """Forward, backward, and why there is no backward."""
+    """Return forward, backward, and why there is no backward."""
     name, _, forth, back = _TABLE[short]
     forward = _movement(name, forth, shape, call)
     if not (call.dtype.is_floating_point or call.dtype.is_complex):
         return forward, None, f"{dtype_name(call.dtype)} has no gradients"
     adjoint = replace(call, stride=None)
     if short in _EXCHANGES:
+        # An exchange is its own adjoint with both sides swapped.
         adjoint = replace(adjoint, dims=call.dims[::-1], sizes=call.out_sizes, out_sizes=call.sizes)
     try:
         backward = _movement(f"{name}.backward", back, forward.result, adjoint)

@@ -1,4 +1,4 @@
-"""The steps of every collective, from shapes, strides and sizes: what ``core.eager`` would run."""
+"""The steps of every collective of ``core.eager``, from shapes, strides and sizes."""
 
 import math
 from collections.abc import Callable
@@ -27,12 +27,12 @@ Move = Callable[[Ints, Ints, Call], Steps]
 
 
 def identity(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """No step."""
+    """Return no step."""
     return [], shape
 
 
 def all_reduce(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """Reduce over the ranks; in place if the call overwrites and the tensor is contiguous."""
+    """Return the steps of a sum over the ranks; in place if the call overwrites and the tensor is contiguous."""
     call.check_sum()
     size, copies = call.nbytes(shape), call.flat(shape)
     if not copies:
@@ -43,7 +43,7 @@ def all_reduce(shape: Ints, dims: Ints, call: Call) -> Steps:
 
 
 def all_gather(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """Concatenate a dim from the ranks."""
+    """Return the steps that concatenate a dim from the ranks."""
     dim = plan.normalize_dim(shape, dims[0])
     sizes = _unless_equal(call, shape[dim])
     planned = _plan(plan.all_gather, shape, call, dim, call.world, call.rank, sizes)
@@ -55,7 +55,7 @@ def all_gather(shape: Ints, dims: Ints, call: Call) -> Steps:
 
 
 def reduce_scatter(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """Reduce over the ranks, keep this rank's shard of a dim."""
+    """Return the steps of a sum over the ranks of which this rank keeps its shard of a dim."""
     call.check_sum()
     dim = plan.normalize_dim(shape, dims[0])
     sizes = _unless_equal(call, shape[dim] // call.world)
@@ -69,7 +69,7 @@ def reduce_scatter(shape: Ints, dims: Ints, call: Call) -> Steps:
 
 
 def split(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """This rank's shard of a dim."""
+    """Return the step to this rank's shard of a dim."""
     start, size = plan.split(shape, dims[0], call.world, call.rank, call.sizes)
     shard = call.input(shape).narrow(dims[0], start, size)
     copied = 0 if shard.is_contiguous() else 2 * call.nbytes(tuple(shard.shape))
@@ -77,7 +77,7 @@ def split(shape: Ints, dims: Ints, call: Call) -> Steps:
 
 
 def rows(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """All-to-all along dim 0, by split sizes or evenly."""
+    """Return the steps of an all-to-all along dim 0, by split sizes or evenly."""
     planned = _plan(plan.all_to_all_single, shape, call, call.world, call.rank, call.out_sizes, call.sizes)
     what = f"{list(shape)}, rows in rank order"
     if planned.recv_sizes:
@@ -87,7 +87,7 @@ def rows(shape: Ints, dims: Ints, call: Call) -> Steps:
 
 
 def all_to_all(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """Split the first of two dims, concatenate the second."""
+    """Return the steps that split the first of two dims and concatenate the second."""
     scatter_dim, gather_dim = dims
     planned = _plan(plan.all_to_all, shape, call, *dims, call.world, call.rank, call.sizes, call.out_sizes)
     send, recv = planned.send_sizes or None, planned.recv_sizes or None
@@ -107,12 +107,12 @@ def _plan(function: Callable[..., CollectivePlan], shape: Ints, call: Call, *arg
 
 
 def _unless_equal(call: Call, size: int) -> Ints | None:
-    """Split sizes, or None where the collective of equal shards serves."""
+    """Return split sizes, or None where the collective of equal shards serves."""
     return None if call.sizes is not None and plan.all_equal(call.sizes, call.world, size) else call.sizes
 
 
 def to_hidden(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """Sequence-parallel to hidden-parallel; any leading dims are read in place."""
+    """Return the steps from sequence-parallel to hidden-parallel; any leading dims are read in place."""
     flat = (math.prod(shape[:-1]), shape[-1])
     if call.stride is None:
         return all_to_all(flat, (1, 0), call)
@@ -121,13 +121,14 @@ def to_hidden(shape: Ints, dims: Ints, call: Call) -> Steps:
 
 
 def to_sequence(shape: Ints, dims: Ints, call: Call) -> Steps:
-    """Hidden-parallel to sequence-parallel; flattening copies where one stride cannot walk the leading dims."""
+    """Return the steps from hidden-parallel to sequence-parallel."""
     flat = (math.prod(shape[:-1]), shape[-1])
     if call.stride is None:
         return all_to_all(flat, (0, 1), call)
     try:
         stride = call.input(shape).view(flat).stride()
     except RuntimeError:
+        # Flattening copies where one stride cannot walk the leading dims: a pack for one rank.
         flattened = replace(call, world=1).pack(shape, 0)
         steps, result = all_to_all(flat, (0, 1), replace(call, stride=None))
         return [flattened, *steps], result

@@ -1,4 +1,4 @@
-"""The steps of one direction of a mapping: local passes as `ops` would run them, and collectives."""
+"""The steps of one direction of a mapping: local passes as ``ops`` would run them, and collectives."""
 
 import math
 from dataclasses import dataclass
@@ -21,17 +21,14 @@ __all__ = ["Call", "Movement", "Step"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One thing that happens to the tensor.
+    """One step of a mapping.
 
     Attributes:
         name: pack, unpack, copy, split, view, or the collective.
         path: view, torch or triton; ``backend`` for the collective.
         what: the shapes, in words.
         bytes_copied: bytes read plus written by a local pass.
-        bytes_sent: bytes that this rank sends.
-        seconds: predicted.
-        tile: the kernel's tile, empty without a kernel.
-        origin: where the tile came from.
+        tile, origin: the kernel's tile and its source, empty without a kernel.
     """
 
     name: str
@@ -55,14 +52,14 @@ class Movement:
 
     @property
     def path(self) -> record.CopyPath | Literal["backend"]:
-        """As `record` counts it: that of the first pack or unpack that moves something, else of any local step."""
+        """Path as ``record`` counts it: of the first pack or unpack that moves something, else of any local step."""
         moving = [step for step in self.steps if step.bytes_copied]
         first = [step for step in moving if step.name in ("pack", "unpack")] + moving
         return first[0].path if first else "view"
 
     @property
     def passes(self) -> int:
-        """Local passes over memory."""
+        """Number of local passes over memory."""
         return sum(step.bytes_copied > 0 for step in self.steps)
 
     @property
@@ -77,27 +74,22 @@ class Movement:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Predicted: local passes, collective."""
+        """Predicted seconds of the local passes, and of the collective."""
         local = sum(step.seconds for step in self.steps if step.path != "backend")
         return local, sum(step.seconds for step in self.steps) - local
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What all steps of a call share.
+    """Description of one call on one rank, which all its steps share.
 
     Attributes:
-        dims: of the mapping.
-        world: number of ranks.
-        dtype: element type.
         kind: of device, cpu or cuda.
-        device_name: the GPU whose tables count, if any.
-        sm_count: its multiprocessors, 0 if unknown.
-        rates: what the machine is assumed to do.
+        device_name, sm_count: the GPU whose tables count, if any, and its multiprocessors, 0 if unknown.
         overwrite: whether an all-reduce writes into its input.
         rank: rank to report on (matters only with split sizes).
         sizes: size of the (scattered) dim on each rank.
-        out_sizes: of an all-to-all, what comes from each rank.
+        out_sizes: of an all-to-all, the sizes from each rank.
         stride: of the input, None when it is contiguous.
     """
 
@@ -115,24 +107,24 @@ class Call:
     stride: Ints | None = None
 
     def nbytes(self, shape: Ints) -> int:
-        """Bytes of a tensor of that shape."""
+        """Return the bytes of a tensor of that shape."""
         return math.prod(shape) * self.dtype.itemsize
 
     def input(self, shape: Ints) -> torch.Tensor:
-        """The input without memory."""
+        """Return the input without memory."""
         if self.stride is None:
             return torch.empty(shape, device="meta")
         return torch.empty_strided(shape, self.stride, device="meta")
 
     def path(self, op: str, nbytes: int, unit: int) -> record.CopyPath:
-        """The path of a pack or unpack of so many bytes in that unit, as `ops` chooses it."""
+        """Return the path of a pack or unpack of so many bytes in that unit, as ``ops`` chooses it."""
         if (forced := ops.forced_path()) != "auto":
             return forced
         limits = crossover_of(op, self.device_name, self.sm_count)
         return "torch" if self.kind == "cpu" or (limits and nbytes < limits.by_unit[unit]) else "triton"
 
     def check_sum(self) -> None:
-        """Refuse to reduce what the backend cannot, as `c10d` does."""
+        """Reject a dtype that the backend cannot reduce, as ``backend.check_op`` does."""
         name = "gloo" if self.kind == "cpu" else "nccl"
         if problem := backend.refused(ReduceOp.SUM, self.dtype, name):
             raise UnsupportedError(f"plan: {name} cannot reduce {dtype_name(self.dtype)}: {problem}")
@@ -140,23 +132,23 @@ class Call:
     def local(
         self, name: str, what: str, copied: int, path: record.CopyPath = "torch", tile: str = "", origin: str = ""
     ) -> Step:
-        """A pass that reads and writes ``copied`` bytes; a view if none."""
+        """Return a pass that reads and writes ``copied`` bytes; a view if none."""
         return Step(name, path if copied else "view", what, copied, 0, pass_seconds(copied, self.rates), tile, origin)
 
     def collective(self, name: str, what: str, bytes_sent: int, bytes_received: int = 0) -> Step:
-        """A collective, which this rank enters with that many bytes."""
+        """Return a collective, which this rank enters with that many bytes."""
         seconds = collective_seconds(name, bytes_sent, self.world, self.rates, bytes_received)
         return Step(name, "backend", what, 0, bytes_sent, seconds)
 
     def flat(self, shape: Ints) -> list[Step]:
-        """The copy that makes the input contiguous; nothing where it is."""
+        """Return the copy that makes the input contiguous; nothing where it is."""
         if self.input(shape).is_contiguous():
             return []
         what = f"{list(shape)} with strides {list(self.stride or ())} made contiguous"
         return [self.local("copy", what, 2 * self.nbytes(shape))]
 
     def pack(self, shape: Ints, dim: int, sizes: Ints | None = None) -> Step:
-        """The input, split along ``dim``, into rank order."""
+        """Return the pack of the input, split along ``dim``, into rank order."""
         x = self.input(shape)
         stride = x.stride()
         if sizes is None:
@@ -166,7 +158,7 @@ class Call:
         return self._layout("pack", shape, stride, dim, sizes, is_wire)
 
     def unpack(self, shape: Ints, dim: int, sizes: Ints | None = None) -> Step:
-        """The wire into a tensor of that shape, concatenated along ``dim``."""
+        """Return the unpack of the wire into a tensor of that shape, concatenated along ``dim``."""
         is_wire = AddressMap.along(shape, dim, self.world, sizes).outer == 1
         return self._layout("unpack", shape, torch.empty(shape, device="meta").stride(), dim, sizes, is_wire)
 
@@ -182,6 +174,7 @@ class Call:
         unit = unit_bytes(shape, stride, dim, self.world, sizes, size)
         path = self.path(name, self.nbytes(shape), unit)
         if rows_layout(shape, stride, dim) is None:
+            # The wire of one row has the order of the tensor, so any rows describe it, as in ``ops.pack_into``.
             if plan.outer != 1 or rows_layout(shape, stride, -1) is None:  # no kernel reads it
                 return self._copied(name, what, copied)
             plan = AddressMap.along(shape, -1, 1)
