@@ -163,8 +163,8 @@ def _plan(
     if len(geo.dims) > 3:
         raise ValueError(f"{name}: rows {tuple(shape)} with strides {stride} have more than three outer dims")
     types, vec, unit, scaling = _unit(geo, rows_dtype, wire_dtype, wide, alignment)
-    # From here on numbers count units, not elements. ``longest`` is the longest piece of a row that tiles divide: the
-    # row with its padding, or the largest shard.
+    # ``starts`` and ``longest`` count units, not elements. ``longest`` is the longest piece of a row that tiles divide:
+    # the row with its padding, or the largest shard.
     starts = None if geo.starts is None else _in_units(scaling, *geo.starts)
     longest = _in_units(scaling, geo.world * geo.run)[0] if starts is None else max(_lengths(starts))
     # Split sizes and strided rows make long addresses, for which ``tile_on`` takes fewer rows.
@@ -206,8 +206,8 @@ def _unit(
         unit = math.gcd(alignment or 16, 16, *(n * size for n in numbers))
         element = min(unit, 8)
         return (_INTEGERS[element], _INTEGERS[element]), unit // element, unit, (size, unit)
-    # Arithmetic keeps both types. A unit has up to 16 bytes of the smaller one if both addresses allow it, else as many
-    # elements as the alignment holds of the larger one.
+    # Arithmetic keeps both types. A unit has up to 16 bytes of the smaller one if both addresses are multiples of 16.
+    # Else it has as many elements of the larger one as the alignment holds.
     small, large = sorted((rows_dtype.itemsize, wire_dtype.itemsize))
     aligned = math.gcd(alignment or 16, 16)
     vec = math.gcd(*numbers, 16 // small if aligned == 16 else max(aligned // large, 1))

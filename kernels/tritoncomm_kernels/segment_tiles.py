@@ -334,8 +334,8 @@ def _split(records: _Records, sides: _Sides, shares: Array) -> tuple[_Records, A
     if not len(records):
         return records, ends
     total, starts = int(ends[-1]), ends - records.count
-    # ``limits`` has the last element of every program but the last, counted over all records. Each is rounded to a step
-    # inside its record ``j``, so that units stay whole and no sector is read twice.
+    # ``limits`` has the end of every program but the last, in elements of all records in a row. Each is rounded to a
+    # step inside its record ``j``, so that units stay whole and no sector is read twice.
     limits = (shares.cumsum() / shares.sum() * total).round().astype(np.int64)[:-1].clip(max=total)
     j = ends.searchsorted(limits, "right").clip(max=len(ends) - 1)
     step = (records.unit * (_STEP // sides.nbytes // records.unit).clip(min=1))[j]

@@ -44,13 +44,11 @@ def _about(
 
 
 def _run_once(command: str) -> None:
-    """Leave a command to one rank of the job, or of the node: it starts the ranks that it needs itself.
-
-    `doctor` runs where the variables contradict each other, to report it.
-    """
+    """Leave a command to one rank of the job, or of the node: it starts the ranks that it needs itself."""
     try:
         launch = launchers.started_by(os.environ)
     except GroupError as error:
+        # It runs where the variables contradict each other, to report that.
         if command == "doctor":
             return
         raise refuse(error) from None

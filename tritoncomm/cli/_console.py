@@ -16,13 +16,14 @@ __all__ = ["paragraphs", "refuse", "refusing", "say", "table", "terminal", "unwr
 
 
 def terminal(stderr: bool = False) -> Console:
-    """Standard output or standard error; 110 columns where that is no terminal and COLUMNS is not set."""
+    """Return a console for standard output or standard error."""
+    # Files and pipes have no width of their own.
     width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 110
     return Console(width=width, highlight=False, stderr=stderr)
 
 
 def paragraphs(*lines: str) -> str:
-    """An epilog of one paragraph per line."""
+    """Return an epilog of one paragraph per line."""
     return "\n\n".join(lines)
 
 
@@ -32,7 +33,7 @@ def say(console: Console, line: str, style: str | None = None) -> None:
 
 
 def table(title: str, headings: Sequence[str], names: Collection[str]) -> Table:
-    """An empty table. Figures are right-aligned and keep their width; ``names`` fold where the terminal is narrow."""
+    """Return an empty table; ``names`` are the headings of columns that fold where the terminal is narrow."""
     result = Table(
         title=escape(title),
         title_justify="left",
@@ -42,6 +43,7 @@ def table(title: str, headings: Sequence[str], names: Collection[str]) -> Table:
         padding=0,  # the box has a column between others already
     )
     for heading in headings:
+        # Figures are right-aligned and keep their width.
         if heading in names:
             result.add_column(heading, overflow="fold")
         else:
@@ -50,7 +52,7 @@ def table(title: str, headings: Sequence[str], names: Collection[str]) -> Table:
 
 
 def unwrapped(text: str | None) -> str:
-    """A docstring as help text: one line per paragraph, so that the terminal wraps it. Blocks after ``\\b`` stay."""
+    """Return a docstring as help text of one line per paragraph, which the terminal wraps; ``\\b`` blocks stay."""
     paragraphs = inspect.cleandoc(text or "").split("\n\n")
     return "\n\n".join(one if one.startswith("\b") else " ".join(one.split()) for one in paragraphs)
 

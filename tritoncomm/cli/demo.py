@@ -67,7 +67,7 @@ def demo(
 
 
 def _ranks(ranks: int | None, tensor: int | None, pipeline: int) -> int:
-    """Processes to start."""
+    """Return the number of processes to start."""
     if tensor is None:
         return ranks if ranks is not None else max(Settings.ranks, pipeline)
     product = tensor * pipeline
@@ -113,7 +113,7 @@ def show(outcome: Outcome, console: Console) -> None:
 
 
 def _layout(settings: Settings) -> str:
-    """Which rank the table is of, and the layout of the job."""
+    """Return in words the rank that the table is of, and the layout of the job."""
     if settings.pipeline == 1:
         return f"rank 0 of {settings.ranks}"
     chunks = f" of {counted(settings.virtual, 'chunk')}" if settings.virtual > 1 else ""
@@ -122,11 +122,7 @@ def _layout(settings: Settings) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Refuse, before training, a picture that could not be drawn afterwards.
-
-    Raises:
-        ValueError: matplotlib is missing, the ending is none of .png and .svg, or no file can be written there.
-    """
+    """Reject, before training, a picture that could not be drawn afterwards."""
     if find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install 'tritoncomm[plot]'")
     if path.suffix.lower() not in _PICTURES:

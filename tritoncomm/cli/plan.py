@@ -116,12 +116,12 @@ def plan(
 
 
 def _mappings() -> str:
-    """Short names of all mappings, in words."""
+    """Return the short names of all mappings, in words."""
     return f"{', '.join(OPS)}, and reshard"
 
 
 def _rates(kind: str, figures: dict[str, float | None]) -> cost.Rates:
-    """The assumed figures of this kind of device, but for those that were given."""
+    """Return the assumed figures of this kind of device, with ``figures`` that are not None in their place."""
     given: dict[str, Any] = {}
     for name, value in figures.items():
         unit, minimum, words = _FIGURES[name]
@@ -178,7 +178,7 @@ def _show(explanation: Explanation, console: Console) -> None:
 
 
 def _unit(largest: int) -> tuple[int, str, int]:
-    """Bytes, name and decimals of the unit for numbers up to ``largest`` bytes."""
+    """Return bytes, name and decimals of the unit for numbers up to ``largest`` bytes."""
     if largest >= 2**20:
         return 2**20, "MiB", 3
     return (2**10, "KiB", 3) if largest >= 2**13 else (1, "bytes", 0)

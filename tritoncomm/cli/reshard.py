@@ -18,18 +18,9 @@ _MAX_RANKS = 4096
 
 
 def parse_layout(text: str, shape: tuple[int, ...], option: str) -> Layout:
-    """Read a layout from text: ``S0*8``, ``R*2,S1*4`` or ``S0*4@8``.
-
-    The text lists mesh axes: ``S0*8`` shards dim 0 over 8 ranks, ``R*2`` makes 2 replicas. ``@8`` is the first rank.
-
-    Args:
-        text: the layout.
-        shape: shape of the global tensor.
-        option: the command-line option, for errors.
-
-    Raises:
-        ValueError: other text, or more than 4096 ranks.
-    """
+    """Read a layout from text: ``S0*8``, ``R*2,S1*4`` or ``S0*4@8``; ``option`` is named in errors."""
+    # The text lists mesh axes: S0*8 shards dim 0 over 8 ranks, R*2 makes 2 replicas. The rank behind @ is the first
+    # one.
     axes, _, first = text.replace(" ", "").partition("@")
     matches = [_AXIS.fullmatch(axis) for axis in axes.split(",")]
     if not all(matches) or not (first.isdigit() or "@" not in text):
@@ -46,18 +37,7 @@ def parse_layout(text: str, shape: tuple[int, ...], option: str) -> Layout:
 
 
 def plan_reshard(shape: str, source: str, target: str, dtype: str, rank: int, bucket_bytes: int) -> ReshardPlan:
-    """Read the options of the command and return the plan of one tensor between two layouts, for one rank.
-
-    Args:
-        shape: shape of the global tensor, as text.
-        source, target: layouts, as text.
-        dtype: name of the dtype.
-        rank: the global rank to plan for.
-        bucket_bytes: bytes of a bucket at most.
-
-    Raises:
-        ValueError: an option that cannot be read, or a rank that is in neither layout.
-    """
+    """Return the plan of one tensor between two layouts, given as text, for the global rank ``rank``."""
     sizes, kind = parse_ints(shape, "--shape", 0), parse_dtype(dtype)
     if not source or not target:
         raise ValueError("reshard needs --source and --target, like --source 'S0*8' --target 'R*2,S1*4'")

@@ -105,7 +105,7 @@ def _search(request: Request, static: bool, target: str | None, errors: Console)
 
 @contextmanager
 def progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar that a search reports to."""
+    """Return a bar that a search reports to."""
     columns = (
         TextColumn("{task.description:>28}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(),
         TextColumn("left"),
@@ -120,7 +120,7 @@ def progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def case_rows(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """The cases as JSON holds them."""
+    """Return the cases as JSON holds them."""
     return [
         asdict(case)
         | {"dtype": dtype_name(case.dtype), "unit": case.unit, "bytes": case.nbytes}
@@ -130,7 +130,7 @@ def case_rows(cases: Sequence[Case]) -> list[dict[str, Any]]:
 
 
 def show_cases(cases: Sequence[Case], console: Console, model: str | None = None) -> None:
-    """Print what would be tuned; the name of a model only once."""
+    """Print the cases of a search; the name of a model only once."""
     name = Path(model or "").stem
     headings = ("op", "rows x row", "world", "dtype", "unit", "MiB", "tiles", "from")
     rows = table(f"cases of {name}" if name else "cases", headings, ("op", "dtype", "from"))
@@ -172,7 +172,7 @@ def show_measured(outcome: Outcome, console: Console) -> None:
 
 
 def verdict(outcome: Outcome, console: Console) -> int:
-    """Print the last lines; the exit code: 0 done or out of time, 1 an output was wrong, 130 interrupted."""
+    """Print the last lines; return the exit code: 0 done or out of time, 1 an output was wrong, 130 interrupted."""
     for line in outcome.wrong:
         say(console, f"wrong output: {line}", "red")
     where = f" in {outcome.path}" if outcome.path is not None else ""

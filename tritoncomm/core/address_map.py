@@ -86,7 +86,7 @@ def gathered_layout(shape: Ints, dim: int, world: int) -> tuple[Ints, Ints, Ints
     """Return (size, strides, shards, row): how to read a contiguous, even wire as a gathered tensor of ``shape``.
 
     None if the dim does not divide, or the wire already is in that order. ``size`` and ``strides`` are a view of the
-    wire, ``shards`` is ``[world, *shape of a shard]``, and ``row`` the elements of a row of the gathered tensor.
+    wire, and ``shards`` is ``[world, *shape of a shard]``. ``row`` is the elements of a row of the gathered tensor.
     """
     dim = normalize_dim(shape, dim)
     each = shape[dim] // world

@@ -360,6 +360,7 @@ def send_and_receive(
     Args:
         sends, receives: (rank in the group, tensor) of every message.
     """
+    # Two disjoint sets of ranks exchange here; neighbouring stages of a pipeline use ``p2p.transport``.
     transfers = [(False, peer, x) for peer, x in receives] + [(True, peer, x) for peer, x in sends]
     tensors = [x for _, _, x in transfers]
     # Gloo would take meta tensors and send nothing.
@@ -376,7 +377,7 @@ def batch(transfers: Sequence[Transfer], group: ProcessGroup) -> list[Work]:
     starts = [partial(_start, each, group) for each in transfers]
     if not (type(group) is ProcessGroup and group._get_backend(device).supports_coalescing):
         return _together(starts, group, tensors)
-    # Not by dist.batch_isend_irecv, whose checks and objects take three times as long on the host. If it cannot add a
+    # dist.batch_isend_irecv takes three times as long on the host, for its checks and objects. If it cannot add a
     # message, it leaves the batch open, and later calls of the group become part of it.
     group._start_coalescing(device)
     try:

@@ -224,7 +224,7 @@ def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: st
         failure = plan.located(error, x.shape, name, group)
     else:
         return _result(x.narrow(dim, start, size).contiguous())
-    # Not inside the except clause by ``from None``: Dynamo of torch 2.11 cannot trace that.
+    # Raised here without ``from None``, as Dynamo of torch 2.11 cannot trace that in an except clause.
     raise failure
 
 

@@ -167,8 +167,8 @@ def _share(sizes: Ints) -> HeadShare:
 def _runs(shares: tuple[HeadShare, ...], world: int) -> list[tuple[int, int, list[int]]]:
     """Group neighbouring ranks whose heads one strided copy can read or write.
 
-    Returns (first rank, number of ranks, steps) of each run, where ``steps`` has for each tensor the number of heads
-    from one rank's first head to the next rank's.
+    Returns (first rank, number of ranks, steps) of each run. For each tensor, ``steps`` has the number of heads from
+    one rank's first head to the next rank's.
     """
     runs: list[tuple[int, int, list[int]]] = []
     for w in range(world):

@@ -12,7 +12,7 @@ __all__ = ["batches", "check_text", "read_text"]
 
 
 def read_text(path: str | None) -> bytes:
-    """The file's bytes, or all of ``pydoc_data.topics``."""
+    """Return the file's bytes, or all of ``pydoc_data.topics``."""
     if path is not None:
         return Path(path).read_bytes()
     # 0.5 MB of text that only this case needs.
@@ -22,17 +22,12 @@ def read_text(path: str | None) -> bytes:
 
 
 def check_text(settings: Settings) -> None:
-    """Refuse a text that cannot be trained on, before anything starts.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is too short.
-    """
+    """Reject a text that cannot be read or is too short, before anything starts."""
     next(batches(settings))
 
 
 def batches(settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (input, target) of shape ``[sequence, batch]`` for every step, the same in every process."""
+    """Yield (input, target) of shape ``[sequence, batch]`` for every step, equal in all processes."""
     content, span = read_text(settings.text), settings.sequence + 1
     if len(content) <= span:
         raise ValueError(f"the text has {len(content)} bytes, but one sequence needs {span + 1}")

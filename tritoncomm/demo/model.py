@@ -17,7 +17,7 @@ VOCABULARY = 256
 
 
 def causal_attention(qkv: Tensor) -> Tensor:
-    """``[sequence, batch, heads, (q, k, v), head_dim] -> [sequence, batch, heads*head_dim]``."""
+    """Attend causally: ``[sequence, batch, heads, (q, k, v), head_dim] -> [sequence, batch, heads*head_dim]``."""
     q, k, v = (part.permute(1, 2, 0, 3) for part in qkv.unbind(3))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
 
@@ -73,10 +73,9 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The full model, or the blocks and ends of one pipeline stage; the same weights on any number of ranks.
+    """The full model, or the blocks and ends of one pipeline stage; the weights are equal on any number of ranks.
 
     Args:
-        settings: the sizes.
         rank: tensor-parallel rank.
         stage: pipeline stage; its chunk c is part ``c*pipeline + stage`` of the model's ``pipeline*virtual`` parts.
     """
@@ -85,6 +84,7 @@ class Transformer(nn.Module):
         super().__init__()
         torch.manual_seed(settings.seed)
         self.settings, self.rank, hidden = settings, rank, settings.hidden
+        # Every rank makes all layers in one order, so that the seed gives equal weights, and keeps its stage's layers.
         tokens, positions = nn.Embedding(VOCABULARY, hidden), nn.Embedding(settings.sequence, hidden)
         blocks = [
             Block(hidden, Attention(hidden, settings.heads), ParallelMLP(hidden, rank, settings.tensor))
@@ -100,7 +100,7 @@ class Transformer(nn.Module):
             self.norm, self.head = norm, head
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of the global batch ``[sequence, batch]``, the same on every rank."""
+        """Return the mean cross-entropy of the global batch ``[sequence, batch]``, equal on all ranks."""
         x = self.embed(inputs)
         for chunk in self.chunks:
             x = chunk(x)
@@ -111,22 +111,22 @@ class Transformer(nn.Module):
         return slice(self.rank * length, (self.rank + 1) * length)
 
     def embed(self, inputs: Tensor) -> Tensor:
-        """``[sequence, batch] -> [sequence/world, batch, hidden]``."""
+        """Embed this rank's part of the sequence: ``[sequence, batch] -> [sequence/world, batch, hidden]``."""
         mine = self._sequence_shard()
         index = torch.arange(mine.start, mine.stop, device=inputs.device)
         return self.tokens(inputs[mine]) + self.positions(index)[:, None]
 
     def transform(self, x: Tensor, chunk: int) -> Tensor:
-        """One chunk's blocks."""
+        """Run one chunk's blocks."""
         return self.chunks[chunk](x)
 
     def loss(self, x: Tensor, targets: Tensor, count: int) -> Tensor:
-        """Sum of the cross-entropies over ``count``."""
+        """Return the sum of the cross-entropies of all ranks over ``count``."""
         logits = self.head(self.norm(x)).flatten(0, 1).to(self.settings.loss_dtype)
         total = F.cross_entropy(logits, targets[self._sequence_shard()].flatten(), reduction="sum")
         return mappings.reduce_from_tensor_model_parallel_region(total / count)
 
     def replicated(self) -> list[nn.Parameter]:
-        """Parameters replicated over the tensor ranks; a rank's gradient of them covers only its sequence shard."""
+        """Return the parameters replicated over the tensor ranks; their gradients cover this rank's sequence shard."""
         sharded = ("column_weight", "column_bias", "row_weight")
         return [p for name, p in self.named_parameters() if not name.endswith(sharded)]

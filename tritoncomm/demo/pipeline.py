@@ -16,12 +16,7 @@ __all__ = ["Pipeline"]
 
 
 class Pipeline:
-    """Forward and backward of one stage's part of the model.
-
-    Args:
-        model: this stage's part.
-        device: where its tensors live.
-    """
+    """Forward and backward of one stage's part of the model, whose tensors live on ``device``."""
 
     def __init__(self, model: Transformer, device: torch.device) -> None:
         settings = model.settings
@@ -31,7 +26,7 @@ class Pipeline:
         self._shape = (settings.sequence // settings.tensor, settings.batch // settings.microbatches, settings.hidden)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of ``[sequence, batch]``, on every stage; gradients are added to ``.grad``."""
+        """Return the mean cross-entropy of ``[sequence, batch]``, on every stage; gradients are added to ``.grad``."""
         settings = self._model.settings
         parts = (inputs.chunk(settings.microbatches, 1), targets.chunk(settings.microbatches, 1))
         work = [self._chunk(c, *parts, targets.numel()) for c in range(settings.virtual)]

@@ -53,7 +53,7 @@ class PlainTransformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, VOCABULARY)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Of ``[sequence, batch]`` bytes and the bytes that follow them."""
+        """Return the loss of ``[sequence, batch]`` bytes and the bytes that follow them."""
         index = torch.arange(len(inputs), device=inputs.device)
         x = self.blocks(self.tokens(inputs) + self.positions(index).unsqueeze(1))
         logits = self.head(self.norm(x)).flatten(0, 1).to(self.loss_dtype)
@@ -61,7 +61,7 @@ class PlainTransformer(nn.Module):
 
 
 def sharded(model: PlainTransformer, pg: ProcessGroup) -> PlainTransformer:
-    """The model with Megatron's shards: column- and row-parallel pairs, vocabulary-parallel embedding and head."""
+    """Shard the model as Megatron does: column- and row-parallel pairs, vocabulary-parallel embedding and head."""
     world = pg.tp_world_size()
     rows, columns = ShardSpec([0], [world]), ShardSpec([-1], [world])
     layouts = {

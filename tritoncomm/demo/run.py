@@ -1,4 +1,4 @@
-"""Spawns the ranks and the single process, follows them, and compares their losses."""
+"""A run of the demo: the ranks and the single process, started, followed, and compared by their losses."""
 
 import signal
 import socket
@@ -30,7 +30,6 @@ class Outcome:
     """Losses and counters of a run.
 
     Attributes:
-        settings: of the run.
         losses: of rank 0, one per step.
         reference: losses of the single process.
         seconds: rank 0's training loop.
@@ -44,7 +43,7 @@ class Outcome:
     counters: dict[tuple[str, str], Count]
 
     def largest_difference(self) -> tuple[float, int]:
-        """Largest relative difference of a loss to the single process, and its step; NaN counts as infinite."""
+        """Return the largest relative difference of a loss to the single process, and its step; NaN is infinite."""
         pairs = zip(self.losses, self.reference, strict=True)
         differences = [abs(ours - theirs) / abs(theirs) for ours, theirs in pairs]
         differences = [d if d == d else float("inf") for d in differences]
@@ -56,14 +55,8 @@ def run(settings: Settings, follow: Follow | None = None, prepare: Callable[[], 
     """Train on ``settings.ranks`` processes and on one, at the same time.
 
     Args:
-        settings: what to train.
         follow: called with ("ranks" or "single process", step, loss) as training goes on.
         prepare: called in every rank before training, never in the single process (tests break things with it).
-
-    Raises:
-        ValueError: the text is too short.
-        OSError: the text cannot be read.
-        DemoError: a process failed or nothing happened for ``settings.timeout`` seconds.
     """
     check_text(settings)
     context: Any = multiprocessing.get_context("forkserver")  # imports torch once; with spawn every process does

@@ -1,4 +1,4 @@
-"""Sizes and layout of the demo, and how far its losses may be from those of one process."""
+"""Sizes and layout of the demo, and the limits of its losses' difference to those of one process."""
 
 from dataclasses import dataclass
 
@@ -95,5 +95,5 @@ class Settings:
         return self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
 
     def backend(self) -> str:
-        """NCCL with a GPU per rank; otherwise Gloo, which carries CUDA tensors of a shared GPU too."""
+        """Return NCCL with a GPU per rank; otherwise Gloo, which carries CUDA tensors of a shared GPU too."""
         return "nccl" if self.on_gpu() and torch.cuda.device_count() >= self.ranks > 1 else "gloo"

@@ -1,4 +1,4 @@
-"""One process of the demo: trains, reports every step, hands over losses and counters."""
+"""One process of the demo, which trains, reports every step, and hands over losses and counters."""
 
 import os
 import time
@@ -31,16 +31,14 @@ class Trained(NamedTuple):
 
 
 def rank_main(rank: int, settings: Settings, port: int, queue: Any, prepare: Callable[[], None] | None) -> None:
-    """Train as rank ``rank``, or behind the last rank as the single process.
-
-    Rank 0 and the single process put (role, (step, loss)) into ``queue``, and (role, ``Trained``) at the end.
-    """
+    """Train as rank ``rank``, or behind the last rank as the single process."""
     role = "ranks" if rank < settings.ranks else "single process"
     if role == "single process":
         settings, rank = replace(settings, ranks=1, pipeline=1, virtual=1), 0
     elif prepare is not None:
         prepare()
 
+    # Rank 0 and the single process put (role, (step, loss)) into the queue, and (role, Trained) at the end.
     def report(news: Any) -> None:
         """Put a step or the result into the queue, on rank 0."""
         if rank == 0:

@@ -1,4 +1,4 @@
-"""Examines a machine for training over several ranks: versions, backends, GPUs, links, tables and variables."""
+"""Examination of a machine for training over several ranks: versions, backends, GPUs, links, tables and variables."""
 
 import math
 import os
@@ -49,10 +49,9 @@ class Finding:
     """One aspect of the machine.
 
     Attributes:
-        name: the aspect.
-        value: its state.
+        value: state of the aspect.
         level: ``ok``, ``note`` (worth knowing) or ``problem``.
-        advice: what to do about it, empty when all is well.
+        advice: remedy, empty when all is well.
     """
 
     name: str
@@ -106,7 +105,7 @@ def _version(package: str, minimum: tuple[int, int]) -> Finding:
 
 
 def _triton(has_gpu: bool) -> Iterator[Finding]:
-    """Triton, which only kernels need, and how it launches them: the ordinary way costs the host more."""
+    """Examine Triton, which only kernels need, and how it launches them: the ordinary way costs the host more."""
     version, problem = installed_triton.version(), installed_triton.problem()
     if problem:
         yield Finding("triton", version or "not installed", "problem" if has_gpu else "note", problem)
@@ -124,7 +123,7 @@ def _triton(has_gpu: bool) -> Iterator[Finding]:
 
 
 def _backends() -> Iterator[Finding]:
-    """Gloo and NCCL, as far as torch was built with them."""
+    """Examine Gloo and NCCL, as far as torch was built with them."""
     if dist.is_gloo_available():
         yield Finding("Gloo", "built in")
     else:
@@ -140,14 +139,12 @@ def _backends() -> Iterator[Finding]:
 
 
 def nccl_kind() -> str:
-    """What the backend name "nccl" stands for where torch has two implementations (2.14 and newer), else nothing.
-
-    The answer is what torch has registered under the name, so it holds for a program's own backend of that name too.
-    """
+    """Return the implementation behind the backend name "nccl" where torch has two (2.14 and newer), else nothing."""
     c10d: Any = dist.distributed_c10d
     if not hasattr(c10d, "ProcessGroupNCCL2"):
         return ""
     getattr(c10d.Backend, "_ensure_backend_registered", lambda name: None)("nccl")
+    # The registered function decides, so the answer holds for a program's own backend of that name too.
     creator = getattr(c10d.Backend._plugins.get("NCCL"), "creator_fn", None)
     if creator is None:  # torch chooses when it makes a group
         return "nccl2" if os.environ.get("TORCH_DIST_USE_NCCL2") == "1" else "nccl-legacy"
@@ -158,7 +155,7 @@ def nccl_kind() -> str:
 
 
 def _recorder() -> Finding:
-    """Whether a flight record can say which call hangs on the device."""
+    """Examine whether a flight record can say which call hangs on the device."""
     if problem := Recorder().problem:
         needed = dist.is_nccl_available() and variables.is_on(os.environ.get(variables.FLIGHT.name, ""))
         advice = "a hang on the device will not be in the flight record" if needed else ""
@@ -168,7 +165,7 @@ def _recorder() -> Finding:
 
 
 def _launcher() -> Iterator[Finding]:
-    """What started this process, and where its ranks would meet."""
+    """Examine the launcher of this process, and the place where its ranks would meet."""
     try:
         launch, meeting = launchers.started_by(os.environ), launchers.rendezvous(os.environ)
     except GroupError as error:
@@ -180,11 +177,7 @@ def _launcher() -> Iterator[Finding]:
 
 
 def _open_files(has_gpu: bool) -> Finding:
-    """The limit of open files of a process, against the sockets that a rank of this job may need.
-
-    Gloo connects all ranks with each other. In a job over NCCL the process that holds the store has a connection from
-    every rank, and a rank one to each other rank of a CPU group that it uses.
-    """
+    """Examine the limit of open files against the sockets that a rank of this job may need."""
     try:
         launch = launchers.started_by(os.environ)
         ranks = launch.size if launch else launchers.world_size(os.environ) or 1
@@ -194,6 +187,8 @@ def _open_files(has_gpu: bool) -> Finding:
     soft, hard = (
         math.inf if each == resource.RLIM_INFINITY else each for each in resource.getrlimit(resource.RLIMIT_NOFILE)
     )
+    # Gloo connects all ranks with each other. In a job over NCCL the process that holds the store has a connection from
+    # every rank. Any rank has one to each other rank of a CPU group that it uses.
     needed = ranks + OPEN_FILES
     value = f"{soft:.0f} in a process, for {counted(ranks, 'rank')}"
     if soft >= needed:
@@ -219,7 +214,7 @@ def _gpus(gpus: Sequence[Any]) -> Iterator[Finding]:
 
 
 def compute_mode() -> str:
-    """Compute mode of the first GPU as ``nvidia-smi`` names it, empty where it does not say."""
+    """Return the compute mode of the first GPU as ``nvidia-smi`` names it, empty where it does not say."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return ""
@@ -229,7 +224,7 @@ def compute_mode() -> str:
 
 
 def _compute_mode(count: int) -> Iterator[Finding]:
-    """A mode in which a GPU takes one process at a time, or none."""
+    """Report a mode in which a GPU takes one process at a time, or none."""
     mode = compute_mode() if count else ""
     if mode not in ("", "Default"):
         advice = "several ranks cannot share a GPU, as the demo's do on one: a GPU for each, or `nvidia-smi -c DEFAULT`"
@@ -237,7 +232,7 @@ def _compute_mode(count: int) -> Iterator[Finding]:
 
 
 def _links(count: int) -> Iterator[Finding]:
-    """Whether every pair of GPUs can reach each other's memory, and the links between them."""
+    """Examine whether every pair of GPUs can reach each other's memory, and the links between them."""
     if count < 2:
         return
     pairs = combinations(range(count), 2)
@@ -255,7 +250,7 @@ def _links(count: int) -> Iterator[Finding]:
 
 
 def _tables(kinds: set[tuple[str, int]]) -> Iterator[Finding]:
-    """The tuned tables that apply to every kind of GPU here."""
+    """Examine the tuned tables that apply to every kind of GPU here."""
     for name, multiprocessors in sorted(kinds):
         with warnings.catch_warnings(record=True) as ignored:
             warnings.simplefilter("always")
@@ -272,7 +267,7 @@ def _tables(kinds: set[tuple[str, int]]) -> Iterator[Finding]:
 
 
 def _variable(name: str) -> Finding:
-    """What a variable of ``VARIABLES`` does to a job."""
+    """Return the effect of a variable of ``VARIABLES`` on a job."""
     value = os.environ[name]
     if name == tables.VARIABLE:
         return _table_variable(name, value)
@@ -282,7 +277,7 @@ def _variable(name: str) -> Finding:
 
 
 def _judged(name: str, value: str) -> tuple[str, str]:
-    """Level and advice."""
+    """Return level and advice of a variable."""
     gpu = torch.cuda.is_available()
     match name:
         case "TRITONCOMM_PATH" if value not in variables.PATHS:
@@ -358,7 +353,7 @@ def _table_variable(name: str, value: str) -> Finding:
 
 
 def _self_test(without: tuple[str, ...]) -> Finding:
-    """Two ranks exchange known values, without the variables that are wrong: the test is of the connection."""
+    """Let two ranks exchange known values, without the variables that are wrong: the test is of the connection."""
     backend = "nccl" if dist.is_nccl_available() and torch.cuda.device_count() > 1 else "gloo"
     what = "all_to_all_sp2hp over two ranks, forward and backward"
     wrong = selftest.run(backend, without=without)

@@ -27,11 +27,9 @@ _START = "import sys; from tritoncomm.doctor import selftest; selftest.run_rank(
 
 
 def run(backend: str, seconds: float = 60.0, without: Sequence[str] = ()) -> str:
-    """The first failure of two ranks over ``backend``, empty if there was none; at most ``seconds``.
+    """Return the first failure of two ranks over ``backend``, empty if there was none; at most ``seconds``.
 
     Args:
-        backend: ``gloo`` or ``nccl``.
-        seconds: limit of all of it.
         without: environment variables that the ranks do not get.
     """
     paths = [*filter(None, sys.path), os.environ.get("PYTHONPATH", "")]
@@ -60,7 +58,7 @@ def run(backend: str, seconds: float = 60.0, without: Sequence[str] = ()) -> str
 
 
 def _last_line(rank: int, log: Path) -> str:
-    """The last line of a rank that did not report success."""
+    """Return the last line of a rank that did not report success."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     if lines and lines[-1] == "exact":
         return ""
@@ -68,13 +66,13 @@ def _last_line(rank: int, log: Path) -> str:
 
 
 def _inputs(rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's rows, and the gradient of its columns; every element has a value of its own."""
+    """Return this rank's rows, and the gradient of its columns; every element has a value of its own."""
     values = torch.arange(ROWS * HIDDEN, dtype=torch.float32, device=device)
     return 100.0 * rank + values.view(ROWS, HIDDEN), 1000.0 * rank + values.view(WORLD * ROWS, HIDDEN // WORLD)
 
 
 def _exchange(rank: int, device: torch.device) -> None:
-    """Values and gradients of one exchange against values that every rank computes locally."""
+    """Compare values and gradients of one exchange with values that every rank computes locally."""
     group = dist.group.WORLD
     assert group is not None
     rows, gradient = _inputs(rank, device)
@@ -90,7 +88,7 @@ def _exchange(rank: int, device: torch.device) -> None:
 
 
 def run_rank(rank: int, store: str, backend: str) -> None:
-    """One rank, from start to end."""
+    """Run one rank, from start to end."""
     device = torch.device("cuda", rank) if is_nccl(backend) else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

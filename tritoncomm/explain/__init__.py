@@ -1,6 +1,6 @@
 """Dry run of a mapping: steps, code paths, bytes, kernel tiles and predicted time.
 
-The bytes are those that ``record`` counts for the real call; times are predictions of ``cost``. In all modules ``op``
+The bytes equal the counts of ``record`` for the real call; times are predictions of ``cost``. In all modules ``op``
 or ``short`` is the short name of a mapping, ``call`` describes one call on one rank, and no tensor has memory.
 """
 

@@ -124,7 +124,7 @@ class Call:
         return "torch" if self.kind == "cpu" or (limits and nbytes < limits.by_unit[unit]) else "triton"
 
     def check_sum(self) -> None:
-        """Reject a dtype that the backend cannot reduce, as ``c10d`` does."""
+        """Reject a dtype that the backend cannot reduce, as ``backend.check_op`` does."""
         name = "gloo" if self.kind == "cpu" else "nccl"
         if problem := backend.refused(ReduceOp.SUM, self.dtype, name):
             raise UnsupportedError(f"plan: {name} cannot reduce {dtype_name(self.dtype)}: {problem}")

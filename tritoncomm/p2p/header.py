@@ -133,6 +133,7 @@ def exchange_headers(
         on_sent: called with the key after each header is posted, where headers are CPU tensors.
         before_recv: called with the key before each wait for a header, and with True in a helper thread.
     """
+    # This is a generator: nothing is sent before the first next().
     has_one_peer = neighbours.prev == neighbours.next
     link, near = _cpu_link(neighbours, device, (*sends, *receives))
     for key in [direction.key for direction in link.batch if direction.key in sends and direction.key in near]:

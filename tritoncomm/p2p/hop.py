@@ -138,6 +138,7 @@ def exchange(
         else:
             handles = post(neighbours, name, wires, batched)
             keep_alive(handles.values())
+    # Where nothing was posted there is nothing to wait for: the handles are an empty dict, even after ``wait``.
     record.add(name, path, copied, sent, started)
     return received, handles if posted else {}
 

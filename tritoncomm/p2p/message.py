@@ -66,7 +66,7 @@ def is_single_shape(x: Any) -> bool:
 
 def is_one_shape(x: Any) -> bool:
     """Whether ``x`` is one shape and not a list of shapes, where ``()`` is a shape and sizes may be any integers."""
-    # Not ``is_single_shape``, whose rule is Megatron's: ``()`` is no shape there, and sizes are ints.
+    # ``is_single_shape`` has Megatron's rule instead: ``()`` is no shape there, and sizes are ints.
     return isinstance(x, (list, tuple)) and (x == () or (len(x) > 0 and hasattr(x[0], "__index__")))
 
 

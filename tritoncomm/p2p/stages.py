@@ -125,6 +125,7 @@ def _shard(x: Tensors | None, name: str) -> Any:
         if isinstance(tensor, Tensor):
             check_data(tensor, name)
         if isinstance(tensor, Tensor) and (size := _shard_size(tuple(tensor.shape), name)):
+            # A tensor whose elements do not divide stays as it is.
             full = tensor.detach()
             if not full.is_contiguous():
                 full = pack(full, 0, 1)[0]

@@ -70,7 +70,7 @@ class Posted(InFlight):
         self._buffers = ()
         queue = None if end.queue is None else end.queue()
         if queue is not None and self in queue:
-            while queue.popleft() is not self:  # earlier sends in the same direction are complete as well
+            while queue.popleft() is not self:  # earlier sends to the same peer are complete as well
                 pass
 
     def is_completed(self) -> bool:
@@ -79,7 +79,7 @@ class Posted(InFlight):
 
 
 def keep_alive(handles: Iterable[Posted]) -> None:
-    """Keep pending sends alive after their handles are dropped, 64 per direction; one more waits for the oldest."""
+    """Keep pending sends alive after their handles are dropped, 64 per peer; one more waits for the oldest."""
     # A dropped handle must not free a buffer in flight, nor order a stream behind the send. The stream would wait for
     # the receiver, which may need a later result of the stream.
     for posted in handles:
@@ -89,13 +89,14 @@ def keep_alive(handles: Iterable[Posted]) -> None:
 
 
 def _queued(posted: Posted) -> Queue | None:
-    """Append a send to the queue of its direction, and return the queue; None for a transfer that is not queued."""
+    """Append a send to the queue of its peer, and return the queue; None for a transfer that is not queued."""
     # Receives have no queue, and a group that is gone has none either.
     queue = None if posted._end.queue is None else posted._end.queue()
     if queue is not None and posted._tensor.is_cuda and posted._host is None:
         # A CUDA graph joins a captured send when its handle is dropped.
         if torch.cuda.is_current_stream_capturing():
             return None
+        # Completed sends of a GPU's memory are released here.
         while queue and queue[0].is_completed():
             queue.popleft()
     if queue is not None:
@@ -143,8 +144,8 @@ def post_one(direction: Direction, name: str, x: Tensor) -> Posted:
 
 def post_and_wait(neighbours: Neighbours, name: str, wires: dict[str, Tensor], batched: bool) -> None:
     """Start transfers, with the arguments of ``post``, and wait for all of them."""
-    # Not by ``post``: a handle costs the host 1.5 us, and a hop that sends one tensor takes 6 us, as Megatron's does.
-    # So a transfer that is started by itself gets none.
+    # ``post`` is no way: its handles cost the host 1.5 us each, and a hop that sends one tensor takes 6 us, as
+    # Megatron's does. So a transfer that is started by itself gets none.
     works, handles = [], []
     directions = neighbours.directions[bool(batched)]
     try:

@@ -20,9 +20,7 @@ class Candidate:
     """One row of a tuned table.
 
     Attributes:
-        tile_bytes: bytes of a tile.
         segment_bytes: bytes of a row in a tile, where there are rows enough to fill it; unused by ``reduce``.
-        num_warps: warps per program.
         evict_first: whether elements that were read leave the caches first; ``pack`` and ``unpack`` in units of 8 and
             16 bytes only.
     """
@@ -34,11 +32,11 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """``tile/segment/warps``, with ``/evict`` where that is on: the key of a candidate in files."""
+        """Key of a candidate in files: ``tile/segment/warps``, with ``/evict`` where that is on."""
         return f"{self.tile_bytes}/{self.segment_bytes}/{self.num_warps}{'/evict' if self.evict_first else ''}"
 
     def config(self, op: str, unit: int, outer: int = 2**20, cols_bytes: int = 2**20) -> Config:
-        """The tile of ``outer`` rows of ``cols_bytes`` bytes; by default of a tensor large enough for any tile."""
+        """Return the tile of ``outer`` rows of ``cols_bytes`` bytes; by default of a tensor that fills any tile."""
         return tile_for(op, unit, outer, cols_bytes, *asdict(self).values())
 
 
@@ -48,13 +46,7 @@ def default(op: str, unit: int, lanes: int = 32) -> Candidate:
 
 
 def candidates(op: str, unit: int, lanes: int = 32) -> list[Candidate]:
-    """Every candidate, the default first, then in order.
-
-    Args:
-        op: ``pack``, ``unpack`` or ``reduce``.
-        unit: bytes per access; for ``reduce`` bytes of one element.
-        lanes: threads of a warp, 64 on AMD.
-    """
+    """Return every candidate, the default first, then in order."""
     first = default(op, unit, lanes)
     if op == "reduce":
         sizes, segments = _SUMMED_BYTES_PER_THREAD, (first.segment_bytes,)
@@ -67,5 +59,5 @@ def candidates(op: str, unit: int, lanes: int = 32) -> list[Candidate]:
 
 
 def groups() -> list[tuple[str, int]]:
-    """Operation and unit of every entry that a table can have."""
+    """Return operation and unit of every entry that a table can have."""
     return [(op, unit) for op in OPS for unit in sorted(UNITS, reverse=True) if op != "reduce" or unit <= 8]

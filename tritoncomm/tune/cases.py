@@ -24,12 +24,9 @@ class Case:
     """One call to tune for.
 
     Attributes:
-        op: ``pack``, ``unpack`` or ``reduce``.
         outer: number of rows; 1 for ``reduce``.
         row: elements of a row, split over the ranks; for ``reduce`` the elements of one part.
-        world: number of ranks.
-        dtype: element type.
-        note: where it comes from.
+        note: origin in words.
     """
 
     op: str
@@ -41,7 +38,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The key of a case in files; the note is not part of it."""
+        """Key of a case in files; the note is not part of it."""
         return f"{self.op} {self.outer}x{self.row} world {self.world} {dtype_name(self.dtype)}"
 
     @property
@@ -67,11 +64,8 @@ class Model:
 
     Attributes:
         hidden: width of the residual stream.
-        heads: query heads.
-        kv_heads: key and value heads.
         head_dim: width of a query or key head.
         ffn: width of the (dense) feed-forward layer.
-        vocab: size of the vocabulary.
         value_head_dim: width of a value head, ``head_dim`` if it is 0.
     """
 
@@ -93,11 +87,7 @@ MODELS = {
 
 
 def read_model(name: str) -> Model:
-    """A model by its name, or from a JSON file with the fields of ``Model``.
-
-    Raises:
-        ValueError: no such model or file, or the file does not describe a model.
-    """
+    """Return a model by its name, or from a JSON file with the fields of ``Model``."""
     if name in MODELS:
         return MODELS[name]
     path = Path(name)
@@ -124,22 +114,11 @@ def read_model(name: str) -> Model:
 def from_model(
     model: Model, world: int, tokens: int, dtype: torch.dtype, ops: Iterable[str] = OPS, name: str = ""
 ) -> list[Case]:
-    """The calls around the collectives of one layer stack, ``world`` tensor-parallel ranks wide.
-
-    An all-gather along the last dim unpacks full rows of all tokens, a reduce-scatter along it packs them, an
-    all-to-all of sequence for heads packs (and back, unpacks) each rank's tokens, and a sum over a wire of another
-    dtype reduces ``world`` parts of a rank's shard of the residual stream.
+    """Return the calls around the collectives of one layer stack, ``world`` tensor-parallel ranks wide.
 
     Args:
-        model: its sizes.
-        world: tensor- (or sequence-) parallel ranks, 2 or more.
         tokens: tokens of one micro-batch on all ranks, sequence length times batch.
-        dtype: element type of the activations.
-        ops: operations to include.
         name: put into the notes.
-
-    Raises:
-        ValueError: the heads, the vocabulary or the tokens do not divide over the ranks.
     """
     value = model.value_head_dim or model.head_dim
     sizes = {"heads": model.heads, "ffn": model.ffn, "hidden": model.hidden, "tokens": tokens}
@@ -151,6 +130,8 @@ def from_model(
         if size % world:
             raise ValueError(f"{what} {size} does not divide over {world} tensor-parallel ranks")
     local = tokens // world
+    # An all-gather along the last dim unpacks full rows of all tokens, and a reduce-scatter along it packs them. An
+    # all-to-all of sequence for heads packs each rank's tokens, and back it unpacks them.
     widths = {
         "hidden": (tokens, model.hidden),
         "feed-forward": (tokens, model.ffn),
@@ -165,6 +146,7 @@ def from_model(
         for op in ("pack", "unpack")
         for what, (outer, row) in widths.items()
     ]
+    # A sum over a wire of another dtype reduces ``world`` parts of a rank's shard of the residual stream.
     cases.append(Case("reduce", 1, local * model.hidden, world, dtype, f"{name} residual stream".strip()))
     return list(dict.fromkeys(case for case in cases if case.op in ops))
 
@@ -172,11 +154,7 @@ def from_model(
 def from_shapes(
     shapes: Sequence[tuple[int, ...]], worlds: Sequence[int], dtypes: Sequence[torch.dtype], ops: Sequence[str]
 ) -> list[Case]:
-    """Return every combination; the last dim of a shape is split, and for ``reduce`` a shape is of one part.
-
-    Raises:
-        ValueError: no ranks, or more than an operation takes.
-    """
+    """Return every combination; the last dim of a shape is split, and for ``reduce`` a shape is of one part."""
     for op, world in product(ops, worlds):
         if not 1 <= world <= _MAX_RANKS[op]:
             raise ValueError(f"world {world} is not in 1..{_MAX_RANKS[op]}, the ranks that {op} takes")
@@ -188,7 +166,7 @@ def from_shapes(
 
 
 def sweep(ops: Iterable[str] = OPS) -> list[Case]:
-    """The default cases: about 64 MiB for 8 ranks in every unit, and short and long runs."""
+    """Return the default cases: about 64 MiB for 8 ranks in every unit, and short and long runs."""
     cases = []
     for op in ("pack", "unpack"):
         for run in (512, 64, 16384, 200, 100, 1026):  # bytes per rank and row: units of 16, 16, 16, 8, 4 and 2
@@ -200,11 +178,7 @@ def sweep(ops: Iterable[str] = OPS) -> list[Case]:
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """``4096x8192`` or ``4096,1,8192`` as a tuple.
-
-    Raises:
-        ValueError: no positive sizes.
-    """
+    """Return ``4096x8192`` or ``4096,1,8192`` as a tuple of positive sizes."""
     shape = parse_ints(text, "--shape", 1)
     if not shape:
         raise ValueError("--shape is empty; give sizes like 4096x8192")

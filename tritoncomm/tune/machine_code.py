@@ -26,12 +26,9 @@ class Target:
     """A GPU architecture to compile for, and the capacity of one of its multiprocessors.
 
     Attributes:
-        backend: ``cuda`` or ``hip``.
         arch: Triton's name of it.
-        warp_size: threads of a warp.
         raw: the disassembler's name of it, for ``cuda``.
-        threads: threads at most.
-        programs: programs at most.
+        threads, programs: threads and programs at most.
         registers: registers of 32 bits.
     """
 
@@ -65,8 +62,6 @@ class Build:
     Attributes:
         kernel: a ``triton.jit`` function that is not interpreted (see ``compiled_kernels``).
         types: Triton's names of the argument types, ``*i64`` for a pointer; ``i32`` by default.
-        constants: compile-time arguments.
-        warps: warps per program.
         divisible: names of integers that are multiples of 16, which an ordinary launch detects; pointers all are.
     """
 
@@ -82,8 +77,7 @@ class Code:
     """Accesses, registers and instructions of one compiled kernel, per thread.
 
     Attributes:
-        loads: bytes of every load from device memory, in order.
-        stores: bytes of every store to device memory.
+        loads, stores: bytes of every load from, and store to, device memory, in order.
         loads_first: loads issued before the first store.
         registers: vector registers per thread.
         spills: bytes or registers that live in local memory.
@@ -102,11 +96,7 @@ class Code:
 
 @lru_cache(maxsize=1)
 def compiled_kernels() -> dict[str, ModuleType]:
-    """The kernel modules once more, not interpreted whatever TRITON_INTERPRET is, by their short names.
-
-    Raises:
-        ImportError: Triton is missing or too old.
-    """
+    """Import the kernel modules once more, not interpreted whatever TRITON_INTERPRET is; return them by short names."""
     installed_triton.require()
     from triton import knobs  # commands import this module where there is no Triton
 
@@ -121,24 +111,19 @@ def compiled_kernels() -> dict[str, ModuleType]:
                 importlib.import_module(module.name)
         return {name.rpartition(".")[2]: sys.modules[name] for name in sys.modules if "tritoncomm_kernels." in name}
     finally:
+        # The program's own modules come back, so that nobody else meets the second import.
         for name in [name for name in sys.modules if name.startswith("tritoncomm_kernels")]:
             del sys.modules[name]
         sys.modules.update(shadowed)
 
 
 def build_all(builds: Sequence[Build], target: str) -> list[Code]:
-    """Compile with 16-byte aligned pointers, as the launcher does, and read the machine code.
-
-    One disassembler run reads all kernels, because most of its time is its start.
-
-    Args:
-        builds: the kernels to compile.
-        target: a key of ``TARGETS``.
-    """
+    """Compile with 16-byte aligned pointers, as the launcher does, and read the machine code."""
     assembled = [_compile(one, target) for one in builds]
     if TARGETS[target].backend == "hip":
         codes = [_amd(asm["amdgcn"]) for asm in assembled]
     else:
+        # One disassembler run reads all kernels, because most of its time is its start.
         codes = _nvidia([asm["cubin"] for asm in assembled], TARGETS[target].raw)
     return [replace(code, coalesced=_coalesced(asm["ttgir"])) for code, asm in zip(codes, assembled, strict=True)]
 
@@ -200,9 +185,10 @@ def _nvidia(cubins: Sequence[bytes], architecture: str) -> list[Code]:
 
 
 def _text_section(cubin: bytes) -> bytes:
-    """The machine code in a 64-bit ELF file: its section named ``.text.<kernel>``."""
+    """Return the machine code in a 64-bit ELF file: its section named ``.text.<kernel>``."""
     (table,) = struct.unpack_from("<Q", cubin, 40)
     size, count, names = struct.unpack_from("<3H", cubin, 58)
+    # A header is (name, type, flags, address, offset, length); ``names`` is the section of the names.
     headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
     strings = headers[names][4]
     sections = [

@@ -36,10 +36,8 @@ class Bench:
     """A torch device as a search uses it.
 
     Attributes:
-        device: where the tensors are.
-        device_name: the key of its tables, with ``sm_count``.
+        device_name, sm_count: the key of its tables.
         target: key of ``TARGETS``, None if it is none of them.
-        lanes: threads of a warp.
         stopwatch: microseconds of one call.
         synchronize: waits for the device.
     """
@@ -62,7 +60,7 @@ class Bench:
         return f"{wrong} of {expected.numel()} elements differ from plain torch" if wrong else ""
 
     def time(self, case: Case, candidate: Candidate) -> float:
-        """Microseconds of one launch, after warming up; see the module for a pass behind it."""
+        """Return the microseconds of one launch, after warming up; see the module for a pass behind it."""
         launch = self._launch(case, candidate)
         if case.op == "reduce" or case.unit not in EVICT_UNITS:
             return self.stopwatch(launch)
@@ -70,14 +68,12 @@ class Bench:
         return self.stopwatch(lambda: (launch(), written.sum()))
 
     def paths(self, case: Case) -> tuple[float, float]:
-        """Microseconds of a call on torch's path and on triton's: median over rounds of calls back to back.
-
-        Every round runs both paths, so that disturbances hit both.
-        """
+        """Return the microseconds of a call on torch's path and on triton's: medians over rounds back to back."""
         arguments = {"pack": (1, case.world), "unpack": ((case.outer, case.row), 1, case.world), "reduce": ()}
         call = partial(getattr(ops, case.op), self._prepare(case)[0], *arguments[case.op])
         times: dict[Literal["torch", "triton"], list[float]] = {"torch": [], "triton": []}
         for round_ in range(8):
+            # Every round runs both paths, so that disturbances hit both.
             for path, samples in times.items():
                 with ops.path(path):
                     self.synchronize()
@@ -96,7 +92,7 @@ class Bench:
         return partial(getattr(kernels, case.op), source, target, config=config)
 
     def _prepare(self, case: Case) -> tuple[Tensor, Tensor, Tensor]:
-        """Return source, target and expected target of a case; the last case's tensors are kept."""
+        """Return source, target and expected target of a case; the last case's tensors are cached."""
         if self._prepared is None or self._prepared[0] != case:
             self._prepared = None  # frees the memory first
             rows, wire = (case.outer, case.row), (case.world, case.outer, case.run)
@@ -109,7 +105,7 @@ class Bench:
         return self._prepared[1:]
 
     def _random(self, shape: tuple[int, ...], case: Case) -> Tensor:
-        """Any bits for copies; small integers for sums."""
+        """Return any bits for copies; small integers for sums."""
         size = case.dtype.itemsize
         if case.op == "reduce":
             return torch.randint(-8, 8, shape, device=self.device).to(case.dtype)
@@ -118,7 +114,7 @@ class Bench:
 
 
 def open_gpu() -> Bench | None:
-    """The current GPU, None where there is none."""
+    """Return the current GPU, None where there is none."""
     if not torch.cuda.is_available():
         return None
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -142,7 +138,7 @@ def open_gpu() -> Bench | None:
 
 
 def architecture(properties: Any) -> str:
-    """The name of a GPU's architecture, as in ``TARGETS``: ``sm_90``, ``gfx942``."""
+    """Return the name of a GPU's architecture, as in ``TARGETS``: ``sm_90``, ``gfx942``."""
     if torch.version.hip:
         return properties.gcnArchName.partition(":")[0]
     return f"sm_{properties.major}{properties.minor}"

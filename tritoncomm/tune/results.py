@@ -47,7 +47,7 @@ _PATHS = {"op": str, "unit": int, "bytes": int, "torch_us": float, "triton_us": 
 
 
 def tasks(bench: Bench, cases: Sequence[Case], tried: Mapping[tuple[str, int], Sequence[Candidate]]) -> Iterator[Task]:
-    """One task per case and candidate of its operation and unit: check, then time."""
+    """Yield one task per case and candidate of its operation and unit: check, then time."""
     for case in cases:
         for candidate in tried[case.op, case.unit]:
 
@@ -74,7 +74,7 @@ def crossover_tasks(bench: Bench, groups: Sequence[tuple[str, int]]) -> Iterator
 
 
 def _case(op: str, unit: int, nbytes: int) -> Case:
-    """About ``nbytes`` for 8 ranks."""
+    """Return a case of about ``nbytes`` for 8 ranks."""
     if op == "reduce":
         return Case(op, 1, nbytes // 8 // unit, 8, _DTYPES[unit])
     dtype = torch.int8 if unit == 1 else torch.bfloat16
@@ -83,19 +83,14 @@ def _case(op: str, unit: int, nbytes: int) -> Case:
 
 
 def configs(results: Mapping[str, Mapping[str, Any]], lanes: int = 32) -> dict[str, dict[str, dict[str, int]]]:
-    """The fastest candidate of every operation and unit, by the geometric mean of its times over the cases.
-
-    A case counts if no other case of its group was measured with more candidates, so a search that was stopped gives
-    its finished cases. The default stays unless a candidate is at least 1 percent faster. If the default was not
-    measured there is no entry. A candidate with a wrong output is out.
-    """
+    """Return ``{op: {unit: candidate}}``, the fastest by the geometric mean of its times over the cases."""
     return _table(results, "case", lambda op, unit, timed: _winner(timed, default(op, unit, lanes)))
 
 
 def _table(
     results: Mapping[str, Mapping[str, Any]], field: str, entry: Callable[[str, int, list[Mapping[str, Any]]], Any]
 ) -> dict[str, dict[str, Any]]:
-    """``{op: {unit: entry of the results that have the field}}``, without the entries that are None."""
+    """Return ``{op: {unit: entry of the results that have the field}}``, without the entries that are None."""
     groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
     for one in results.values():
         if field in one:
@@ -114,22 +109,23 @@ def _winner(timed: Sequence[Mapping[str, Any]], builtin: Candidate) -> dict[str,
         candidate = Candidate(*(one[field.name] for field in fields(Candidate)))
         by_case.setdefault(one["case"], {})[candidate] = one.get("us")
     cases = list(by_case.values())
+    # A case counts if no other one of its group has more candidates, so a search that was stopped gives its finished
+    # cases. A candidate with a wrong output, which has no time, is out.
     largest = max(map(len, cases))
     counted = [case for case in cases if len(case) == largest]
     excluded = {candidate for case in cases for candidate, us in case.items() if us is None}
     everywhere = set.intersection(*(set(case) for case in counted)) - excluded
     means = {one: geometric_mean(case[one] or 1e-3 for case in counted) for one in everywhere}
-    if builtin not in means:
+    if builtin not in means:  # no entry where the default was not measured
         return None
     best = min(means, key=lambda candidate: (means[candidate], candidate))
+    # The default stays unless a candidate is at least 1 percent faster.
     return asdict(best if means[best] < _BETTER * means[builtin] else builtin)
 
 
 def crossovers(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """The smallest size from which on triton's path was no slower at any size measured.
-
-    Twice the largest size where it always was; nothing where sizes are missing.
-    """
+    """Return ``{op: {unit: bytes}}``, the smallest size from which on triton's path was no slower at any size."""
+    # Where sizes are missing there is no entry.
     return _table(results, "torch_us", lambda _op, _unit, rows: _crossover(rows) if len(rows) == len(_SIZES) else None)
 
 
@@ -137,21 +133,22 @@ def _crossover(rows: Sequence[Mapping[str, Any]]) -> int:
     slower = [row["bytes"] for row in rows if row["triton_us"] > _NO_SLOWER * row["torch_us"]]
     if not slower:
         return 0
+    # Triton's path was slower at the largest size too: twice that size is assumed.
     return min((row["bytes"] for row in rows if row["bytes"] > max(slower)), default=2 * max(slower))
 
 
 def wrong(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Every candidate whose output was not plain torch's, in words."""
+    """Return every candidate whose output was not plain torch's, in words."""
     return [f"{key}: {one['wrong']}" for key, one in sorted(results.items()) if "wrong" in one]
 
 
 def measured_key(device_name: str, sm_count: int) -> dict[str, Any]:
-    """The key of a measured table; every field has to match before it is used or continued."""
+    """Return the key of a measured table; every field has to match before it is used or continued."""
     return {"format": tables.FORMAT, "kind": "measured", "device": device_name, "sm_count": sm_count} | _versions()
 
 
 def static_key(target: str) -> dict[str, Any]:
-    """The key of a static ranking."""
+    """Return the key of a static ranking."""
     return {"format": tables.FORMAT, "kind": "static", "target": target} | _versions()
 
 
@@ -165,11 +162,7 @@ def user_path(device_name: str, sm_count: int) -> Path:
 
 
 def resume(path: Path | None, key: dict[str, Any]) -> dict[str, Any]:
-    """Results of an earlier run, empty if there is no such file.
-
-    A file that is damaged, of a newer format, or for something else is left out with one warning, and kept with
-    ``.old`` at the end of its name.
-    """
+    """Return the results of an earlier run, empty if there is no such file, or it does not match ``key``."""
     if path is None or not path.is_file():
         return {}
     try:
@@ -179,6 +172,7 @@ def resume(path: Path | None, key: dict[str, Any]) -> dict[str, Any]:
         content, reason = {}, str(error)
     if not reason:
         return content
+    # A file that is damaged, of a newer format, or for something else is renamed and not overwritten.
     kept = path.with_name(f"{path.name}.old")
     os.replace(path, kept)
     warnings.warn(f"{path} is not gone on with: {reason}; it is kept as {kept.name}", RuntimeWarning, stacklevel=2)
@@ -225,11 +219,7 @@ def _is_one(kind: Any, value: Any) -> bool:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON that people can read, in one step: a reader sees the old file or the new one, never half of one.
-
-    Raises:
-        OSError: the folder cannot be made or written to.
-    """
+    """Write JSON that people can read, in one step: a reader sees the old file or the new one, never half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content | {"torch": torch.__version__}, indent=1, sort_keys=True) + "\n"
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)

@@ -35,7 +35,7 @@ class Task:
     """Work that gives one result per key.
 
     Attributes:
-        group: its name in the progress bar.
+        group: name in the progress bar.
         keys: names of the results, unique in a search.
         work: makes the results, in the order of the keys; values that JSON can hold.
     """
@@ -55,25 +55,19 @@ def search(
     clock: Callable[[], float] = time.monotonic,
     parallel: bool = False,
 ) -> str:
-    """Do the tasks whose results are not in ``done`` yet, in order, and put the results there.
+    """Do the tasks whose results are not in ``done`` yet, in order, and put the results there; return how it ended.
 
     Args:
-        tasks: in this order.
         done: results by key, of an earlier run too; added to task by task.
         save: writes ``done``; called every two seconds and at the end, also after Ctrl-C.
-        end: reading of the clock from which on no further task starts.
+        end: reading of the clock, in seconds, from which on no further task starts.
         follow: called with the group, the keys done and the keys in total after each task.
-        clock: seconds from any start.
-        parallel: in processes of their own where there is work for several cores. Threads would not help with
-            compilation, half of which is Python.
-
-    Returns:
-        ``complete``, ``out of time`` or ``interrupted``.
     """
     missing = [task for task in tasks if not done.keys() >= set(task.keys)]
     workers = min(len(os.sched_getaffinity(0)), len(missing) // _WORTH_A_WORKER, _MAX_WORKERS) if parallel else 1
     total, left = (sum(len(task.keys) for task in some) for some in (tasks, missing))
     saved = clock()
+    # Threads would not help with compilation, half of which is Python.
     finished = _in_processes(missing, workers, end - clock()) if workers > 1 else (task.work() for task in missing)
     try:
         with closing(finished):
@@ -99,11 +93,7 @@ def search(
 
 
 def _in_processes(tasks: Sequence[Task], workers: int, seconds: float) -> Generator[Sequence[Any], None, None]:
-    """Yield the results of tasks in their order.
-
-    Raises:
-        concurrent.futures.TimeoutError: ``seconds`` are over.
-    """
+    """Yield the results of tasks in their order; raise ``TimeoutError`` after ``seconds``."""
     # Ctrl-C reaches all processes: this one ends the workers.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
     try:
@@ -117,7 +107,7 @@ def _work(task: Task) -> Sequence[Any]:
 
 
 def batches(op: str, unit: int, target: str) -> list[Task]:
-    """Tasks that judge all candidates of one operation and unit, a few at a time, the built-in rule's first."""
+    """Return tasks that judge all candidates of one operation and unit, a few at a time, the built-in rule's first."""
     tried = candidates(op, unit, TARGETS[target].warp_size)
     batched = [tried[i : i + _CANDIDATES] for i in range(0, len(tried), _CANDIDATES)]
     return [
@@ -131,7 +121,7 @@ def batches(op: str, unit: int, target: str) -> list[Task]:
 
 
 def judge(op: str, unit: int, tried: Sequence[Candidate], target: str) -> list[dict[str, Any]]:
-    """``static.judge`` as results of a search: one per candidate, of values that JSON can hold."""
+    """Return the verdicts of ``static.judge`` as results of a search, one per candidate."""
     verdicts = static.judge(op, unit, tried, target)
     name = {"op": op, "unit": unit}
     return [name | asdict(one) | asdict(verdict) for one, verdict in zip(tried, verdicts, strict=True)]

@@ -32,9 +32,8 @@ class Verdict:
     """Machine code of one candidate on one target.
 
     Attributes:
-        pruned: why it must not be used, empty if it may.
+        pruned: reason against its use, empty if it may be used.
         cost: the static cost, lower is better.
-        instructions_per_16_bytes: see the module.
         registers: vector registers per thread.
         spills: bytes or registers in local memory.
         widths: bytes of the accesses that occur.
@@ -54,11 +53,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Check:
-    """Something that has to compile well with a tile.
+    """One kernel that has to compile well with a tile.
 
     Attributes:
-        name: for messages.
-        build: the kernel.
         width: bytes that every load and store should have, 0 if any will do.
         budget: registers a thread may have.
     """
@@ -70,14 +67,12 @@ class Check:
 
 
 def checks(op: str, unit: int, config: Config) -> list[Check]:
-    """Everything one tile is used for: the plain operation first, then casts and sums that move in the same unit.
-
-    A thread may have 64 registers where accesses are 4 bytes and wider, 128 otherwise and where parts are summed, and
-    any number for sums of 16 parts, all of which one of the targets loads ahead.
-    """
+    """Return the checks of one tile: the plain operation first, then casts and sums that move in the same unit."""
     import triton.language as tl  # commands import this module where there is no Triton
 
     kernels = compiled_kernels()
+    # A thread may have 64 registers where accesses are 4 bytes and wider, 128 otherwise and where parts are summed.
+    # Sums of 16 parts may have any number, as one of the targets loads all parts ahead.
     if op == "reduce":
         kernel = kernels["reduction"]._reduce_kernel
         return [
@@ -97,7 +92,7 @@ def checks(op: str, unit: int, config: Config) -> list[Check]:
 
 
 def _sum(kernel: Any, unit: int, parts: int, config: Config) -> Build:
-    """reduce of ``parts`` parts with elements of ``unit`` bytes."""
+    """Return the build of a reduce of ``parts`` parts with elements of ``unit`` bytes."""
     import triton.language as tl  # commands import this module where there is no Triton
 
     kind, vec = _SUMMED[unit], 16 // unit
@@ -110,7 +105,7 @@ def _sum(kernel: Any, unit: int, parts: int, config: Config) -> Build:
 
 
 def _address(kernel: Any, kinds: tuple[str, str], vec: int, config: Config, **changed: Any) -> Build:
-    """pack or unpack with rows and wire of ``kinds``."""
+    """Return the build of a pack or unpack with rows and wire of ``kinds``."""
     constants = {
         "VEC": vec, "OUTER_DIMS": 1, "STRIDED": False, "UNPACK": False, "WIDE": None, "HAS_SCALE": False,
         "ACCUMULATE": False, "EVICT_FIRST": config.evict_first, "BLOCK_ROWS": config.block_rows,
@@ -161,7 +156,7 @@ def _verdict(code: Code, warps: int, pruned: str, target: str) -> Verdict:
 
 
 def resident(registers: int, warps: int, target: str) -> int:
-    """Threads of a kernel that one multiprocessor holds at a time."""
+    """Return the threads of a kernel that one multiprocessor holds at a time."""
     limits = TARGETS[target]
     threads = warps * limits.warp_size
     each = -(-max(registers, 1) // _GRANULE) * _GRANULE
@@ -169,7 +164,7 @@ def resident(registers: int, warps: int, target: str) -> int:
 
 
 def rank(op: str, unit: int, verdicts: dict[str, Verdict], target: str) -> list[Candidate]:
-    """Candidates that were judged and may be used, cheapest first; ties go to fewer registers, then smaller tiles."""
+    """Return the candidates that may be used, cheapest first; ties go to fewer registers, then smaller tiles."""
     tried = candidates(op, unit, TARGETS[target].warp_size)
     usable = [one for one in tried if one.label in verdicts and not verdicts[one.label].pruned]
     return sorted(usable, key=lambda one: (verdicts[one.label].cost, verdicts[one.label].registers, one))

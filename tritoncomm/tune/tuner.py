@@ -1,4 +1,4 @@
-"""`tritoncomm tune` without its terminal: arguments to cases, cases to a search, results to a file."""
+"""Tuning without a terminal: arguments to cases, cases to a search, results to a file."""
 
 import math
 import os
@@ -38,7 +38,6 @@ class Request:
         tensor_parallel: ranks of the model; 8 by default.
         tokens: tokens of a micro-batch of the model; 8192 by default.
         budget: seconds.
-        out: file for the results.
     """
 
     ops: Sequence[str] = ()
@@ -58,11 +57,10 @@ class Outcome:
 
     Attributes:
         state: ``complete``, ``out of time`` or ``interrupted``.
-        content: content of the file.
-        path: the file, None if there is none.
+        content: content of the file ``path``, which is None if there is no file.
         warnings: about files that are not used.
         wrong: candidates whose output was wrong.
-        left: results that are missing.
+        left: number of results that are missing.
     """
 
     state: str
@@ -74,11 +72,7 @@ class Outcome:
 
 
 def cases_of(request: Request) -> list[Case]:
-    """The cases asked for; without shapes and model a sweep over units and sizes.
-
-    Raises:
-        ValueError: invalid arguments, or ones that do not go together.
-    """
+    """Return the cases of a request; without shapes and model a sweep over units and sizes."""
     ops = tuple(request.ops) or OPS
     for op in ops:
         if op not in OPS:
@@ -107,7 +101,7 @@ def cases_of(request: Request) -> list[Case]:
 
 
 def _summable(every: list[Case], request: Request) -> list[Case]:
-    """Without the sums of element types that cannot be summed; an error if they were asked for."""
+    """Return the cases without sums of dtypes that cannot be summed; reject them if they were asked for."""
     left_out = [case for case in every if case.op == "reduce" and not cases.can_sum(case.dtype)]
     if left_out and "reduce" in request.ops:
         raise ValueError(f"--op reduce cannot sum {dtype_name(left_out[0].dtype)}; give --op pack --op unpack")
@@ -115,12 +109,7 @@ def _summable(every: list[Case], request: Request) -> list[Case]:
 
 
 def rank_static(request: Request, target: str, follow: Follow | None = None) -> Outcome:
-    """Compile every candidate for a target, leave out the bad ones, rank the rest.
-
-    Raises:
-        ValueError: invalid arguments.
-        OSError: the file cannot be written.
-    """
+    """Compile every candidate for a target, leave out the bad ones, rank the rest."""
     if target not in TARGETS:
         raise ValueError(f"--target {target!r} is none of {', '.join(TARGETS)}")
     chosen = _groups_of(cases_of(request))
@@ -139,23 +128,13 @@ def rank_static(request: Request, target: str, follow: Follow | None = None) -> 
 def measure(
     request: Request, bench: Bench, follow: Follow | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Outcome:
-    """Check and time candidates and both paths on a GPU, and write the table; the cheapest by static cost come first.
-
-    Args:
-        request: the cases.
-        bench: the device.
-        follow: see ``search``.
-        clock: seconds from any start, for the budget.
-
-    Raises:
-        ValueError: invalid arguments.
-        OSError: the file cannot be written.
-    """
+    """Check and time candidates and both paths on a GPU, and write the table; the cheapest by static cost go first."""
     todo_cases, device = cases_of(request), (bench.device_name, bench.sm_count)
     chosen = _groups_of(todo_cases)
     path = request.out or results.user_path(*device)
     content, outcome = _begin(path, tables.table_name(*device), results.measured_key(*device))
     started, budget, judged = clock(), _budget(request), content.setdefault("judged", {})
+    # Machine code is judged first, for a part of the budget. Candidates without a verdict are timed too.
     if bench.target is not None and can_read(bench.target):
         todo = [batch for op, unit in chosen for batch in batches(op, unit, bench.target)]
         end = started + budget * _JUDGING
@@ -181,12 +160,12 @@ def _budget(request: Request) -> float:
 
 
 def _groups_of(every: Sequence[Case]) -> list[tuple[str, int]]:
-    """Operations and units of cases, in the order of ``groups``."""
+    """Return operations and units of cases, in the order of ``groups``."""
     return [group for group in groups() if group in {(case.op, case.unit) for case in every}]
 
 
 def _begin(path: Path | None, name: str, key: Mapping[str, Any]) -> tuple[dict[str, Any], Outcome]:
-    """The file's content so far, and the outcome that will hold it; a folder gets a file called ``name``."""
+    """Return the file's content so far, and the outcome that will hold it; a folder gets a file called ``name``."""
     if path is not None:
         path = path / name if path.is_dir() else path
         if path.exists() and not path.is_file():
@@ -210,7 +189,7 @@ def _finish(outcome: Outcome, todo: Sequence[Task]) -> None:
 
 
 def _ranking(done: Mapping[str, Mapping[str, Any]], target: str) -> dict[str, dict[str, list[str]]]:
-    """``{op: {unit: [candidate, ...]}}``, cheapest first."""
+    """Return ``{op: {unit: [candidate, ...]}}``, cheapest first."""
     ranking: dict[str, dict[str, list[str]]] = {}
     for op, unit in groups():
         verdicts = _verdicts(op, unit, done)
@@ -220,7 +199,7 @@ def _ranking(done: Mapping[str, Mapping[str, Any]], target: str) -> dict[str, di
 
 
 def _verdicts(op: str, unit: int, done: Mapping[str, Mapping[str, Any]]) -> dict[str, static.Verdict]:
-    """Verdicts on one operation and unit, by candidate."""
+    """Return the verdicts on one operation and unit, by candidate."""
     names, start = static.Verdict.__dataclass_fields__, f"{op} {unit} "
     return {
         key.removeprefix(start): static.Verdict(**{name: one[name] for name in names})
