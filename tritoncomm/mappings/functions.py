@@ -4,7 +4,7 @@ The ctx attribute names and one None per extra argument as gradients are part of
 autograd class only under ``create_graph``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -111,71 +111,110 @@ class _ReduceInPlace(Function):
         return _ReduceFromModelParallelRegion.backward(ctx, grad_output)
 
 
-_adjoints: dict[str, Any] = {}
-"""The classes that others enter under ``create_graph``, by name; dynamo traces a dict, and no ``globals()``."""
+@direct
+class _ScatterToModelParallelRegion(Function):
+    """Forward: split the last dim. Backward: all-gather it."""
 
-
-def _along_one_dim(
-    name: str,
-    doc: str,
-    mapping: str,
-    dim: int,
-    run: Callable[..., Tensor],
-    run_adjoint: Callable[..., Tensor],
-    adjoint: str,
-    *more: Any,
-) -> Any:
-    """Make an autograd class that runs one collective along ``dim`` forward, and its adjoint backward.
-
-    Args:
-        mapping: the public function, which errors and counters name.
-        run, run_adjoint: the collectives of forward and backward, from ``eager``.
-        adjoint, more: the class that backward enters under ``create_graph``, and its arguments after the group.
-    """
-
+    @staticmethod
     def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
-        return run(input_.detach(), dim, group, None, mapping)
+        return eager.split(input_.detach(), -1, group, None, "scatter_to_tensor_model_parallel_region")
 
+    @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return run(input_, dim, group, None, mapping)
+        return eager.split(input_, -1, group, None, "scatter_to_tensor_model_parallel_region")
 
+    @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if grad_output.requires_grad:
-            # The adjoint is looked up by name, as one of two adjoint classes is made before the other exists.
-            return _adjoints[adjoint].apply(grad_output, ctx.group, *more), None
-        return run_adjoint(grad_output, dim, ctx.group, None, f"{mapping}.backward"), None
-
-    methods: list[Any] = [symbolic, forward, backward]
-    for method in methods:
-        method.__qualname__ = f"{name}.{method.__name__}"
-    members = {method.__name__: staticmethod(method) for method in methods}
-    return direct(type(name, (Function,), {"__doc__": doc, "__module__": __name__, **members}))
+            return _GatherFromModelParallelRegion.apply(grad_output, ctx.group), None
+        name = "scatter_to_tensor_model_parallel_region.backward"
+        return eager.all_gather(grad_output, -1, ctx.group, None, name), None
 
 
-_ScatterToModelParallelRegion = _along_one_dim(
-    "_ScatterToModelParallelRegion", "Forward: split the last dim. Backward: all-gather it.",
-    "scatter_to_tensor_model_parallel_region", -1, eager.split, eager.all_gather, "_GatherFromModelParallelRegion",
-)  # fmt: skip
-_GatherFromModelParallelRegion = _along_one_dim(
-    "_GatherFromModelParallelRegion",
-    "Forward: all-gather the last dim. Backward: split it (the gradient is the same on every rank).",
-    "gather_from_tensor_model_parallel_region", -1, eager.all_gather, eager.split, "_ScatterToModelParallelRegion",
-)  # fmt: skip
-_ScatterToSequenceParallelRegion = _along_one_dim(
-    "_ScatterToSequenceParallelRegion", "Forward: split dim 0. Backward: all-gather it.",
-    "scatter_to_sequence_parallel_region", 0, eager.split, eager.all_gather, "_GatherFromSequenceParallelRegion", False,
-)  # fmt: skip
-_AllGatherFromTensorParallelRegion = _along_one_dim(
-    "_AllGatherFromTensorParallelRegion", "Forward: all-gather the last dim. Backward: reduce-scatter it.",
-    "all_gather_last_dim_from_tensor_parallel_region", -1, eager.all_gather, eager.reduce_scatter,
-    "_ReduceScatterToTensorParallelRegion",
-)  # fmt: skip
-_ReduceScatterToTensorParallelRegion = _along_one_dim(
-    "_ReduceScatterToTensorParallelRegion", "Forward: reduce-scatter the last dim. Backward: all-gather it.",
-    "reduce_scatter_last_dim_to_tensor_parallel_region", -1, eager.reduce_scatter, eager.all_gather,
-    "_AllGatherFromTensorParallelRegion",
-)  # fmt: skip
+@direct
+class _GatherFromModelParallelRegion(Function):
+    """Forward: all-gather the last dim. Backward: split it (the gradient is the same on every rank)."""
+
+    @staticmethod
+    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        return eager.all_gather(input_.detach(), -1, group, None, "gather_from_tensor_model_parallel_region")
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return eager.all_gather(input_, -1, group, None, "gather_from_tensor_model_parallel_region")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if grad_output.requires_grad:
+            return _ScatterToModelParallelRegion.apply(grad_output, ctx.group), None
+        name = "gather_from_tensor_model_parallel_region.backward"
+        return eager.split(grad_output, -1, ctx.group, None, name), None
+
+
+@direct
+class _ScatterToSequenceParallelRegion(Function):
+    """Forward: split dim 0. Backward: all-gather it."""
+
+    @staticmethod
+    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        return eager.split(input_.detach(), 0, group, None, "scatter_to_sequence_parallel_region")
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return eager.split(input_, 0, group, None, "scatter_to_sequence_parallel_region")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if grad_output.requires_grad:
+            return _GatherFromSequenceParallelRegion.apply(grad_output, ctx.group, False), None
+        name = "scatter_to_sequence_parallel_region.backward"
+        return eager.all_gather(grad_output, 0, ctx.group, None, name), None
+
+
+@direct
+class _AllGatherFromTensorParallelRegion(Function):
+    """Forward: all-gather the last dim. Backward: reduce-scatter it."""
+
+    @staticmethod
+    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        return eager.all_gather(input_.detach(), -1, group, None, "all_gather_last_dim_from_tensor_parallel_region")
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return eager.all_gather(input_, -1, group, None, "all_gather_last_dim_from_tensor_parallel_region")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if grad_output.requires_grad:
+            return _ReduceScatterToTensorParallelRegion.apply(grad_output, ctx.group), None
+        name = "all_gather_last_dim_from_tensor_parallel_region.backward"
+        return eager.reduce_scatter(grad_output, -1, ctx.group, None, name), None
+
+
+@direct
+class _ReduceScatterToTensorParallelRegion(Function):
+    """Forward: reduce-scatter the last dim. Backward: all-gather it."""
+
+    @staticmethod
+    def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        name = "reduce_scatter_last_dim_to_tensor_parallel_region"
+        return eager.reduce_scatter(input_.detach(), -1, group, None, name)
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return eager.reduce_scatter(input_, -1, group, None, "reduce_scatter_last_dim_to_tensor_parallel_region")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        if grad_output.requires_grad:
+            return _AllGatherFromTensorParallelRegion.apply(grad_output, ctx.group), None
+        name = "reduce_scatter_last_dim_to_tensor_parallel_region.backward"
+        return eager.all_gather(grad_output, -1, ctx.group, None, name), None
 
 
 @direct
@@ -259,15 +298,3 @@ class _ReduceScatterToSequenceParallelRegion(Function):
             name = "reduce_scatter_to_sequence_parallel_region.backward"
             grad = eager.all_gather(grad_output, 0, ctx.group, normalize_sizes(ctx.input_split_sizes, name), name)
         return grad, None, None, None
-
-
-_adjoints |= {
-    each.__name__: each
-    for each in (
-        _AllGatherFromTensorParallelRegion,
-        _GatherFromModelParallelRegion,
-        _GatherFromSequenceParallelRegion,
-        _ReduceScatterToTensorParallelRegion,
-        _ScatterToModelParallelRegion,
-    )
-}

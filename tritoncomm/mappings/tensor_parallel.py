@@ -253,7 +253,7 @@ def all_to_all_sp2hp(input_: Tensor, group: GroupLike | None = None, use_nccl_st
         ShapeError: H does not divide by W; before anything is sent.
     """
     name = "all_to_all_sp2hp"
-    group = _checked_hidden(input_, group, name)
+    group = _checked_hidden(input_, group, -1, name)
     if input_.requires_grad and torch.is_grad_enabled():
         return _SequenceToHidden.apply(input_, group, None, use_nccl_stream)
     return without_graph(to_hidden(input_, group, None, use_nccl_stream, name))
@@ -270,13 +270,14 @@ def all_to_all_hp2sp(input_: Tensor, group: GroupLike | None = None, use_nccl_st
         ShapeError: the number of rows T does not divide by W; before anything is sent.
     """
     name = "all_to_all_hp2sp"
-    group = _checked_hidden(input_, group, name)
+    group = _checked_hidden(input_, group, 0, name)
     if input_.requires_grad and torch.is_grad_enabled():
         return _HiddenToSequence.apply(input_, group, None, use_nccl_stream)
     return without_graph(to_sequence(input_, group, None, use_nccl_stream, name))
 
 
-def _checked_hidden(input_: Tensor, group: GroupLike | None, name: str) -> ProcessGroup:
+def _checked_hidden(input_: Tensor, group: GroupLike | None, dim: int, name: str) -> ProcessGroup:
+    """Return the group to use; reject a tensor whose columns (``dim`` -1) or rows (0) do not divide over its ranks."""
     if forward_ad._current_level >= 0 or not (isinstance(input_, Tensor) and isinstance(group, ProcessGroup)):
         group = checked(input_, group, name)
     if input_.is_nested:
@@ -284,10 +285,9 @@ def _checked_hidden(input_: Tensor, group: GroupLike | None, name: str) -> Proce
     if input_.dim() == 0:
         raise ShapeError(f"{name}: a 0-dim tensor has no hidden dim")
     world = world_of(group, name)
-    is_hidden = name == "all_to_all_sp2hp"
-    size = input_.shape[-1] if is_hidden else math.prod(input_.shape[:-1])
+    size = math.prod(input_.shape[:-1]) if dim == 0 else input_.shape[-1]
     if size % world:
-        what, dim = (f"hidden size {size}", -1) if is_hidden else (f"{size} rows", 0)
+        what = f"{size} rows" if dim == 0 else f"hidden size {size}"
         raise ShapeError(
             f"{name}: {what} of shape {tuple(input_.shape)} (dim {dim}) "
             f"does not divide over {world} ranks (rank {group.rank()})"
