@@ -20,10 +20,10 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from tritoncomm import ulysses, variables
+from tritoncomm.core.agreement import agree
 from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
 from tritoncomm.groups import resolve_sequence
 from tritoncomm.integrations import model_parts
-from tritoncomm.reshard.consistency import agree
 
 __all__ = ["NAME", "group_of", "register", "shard_batch", "switch", "unregister"]
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import groups, record
+from tritoncomm.core.agreement import agree
 from tritoncomm.core.memory import contiguous_stride, extent_of, has_memory, share_elements
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import PerGroup, check_data, check_kind, ranks_of, refuse_transforms
 from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError
 from tritoncomm.groups import GroupLike
-from tritoncomm.reshard.consistency import agree
 from tritoncomm.reshard.execute import Executor
 from tritoncomm.reshard.layout import Layout
 from tritoncomm.reshard.plan import Item, Participants, check_items, digest_of
