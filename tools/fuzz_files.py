@@ -22,7 +22,7 @@ from hypothesis.strategies import SearchStrategy
 from table_cases import mutated, outcomes_of
 
 from tritoncomm import parsing, variables
-from tritoncomm.debug import trace
+from tritoncomm.debug import story, trace
 from tritoncomm.errors import MismatchError
 from tritoncomm.p2p import header
 from tritoncomm.p2p.message import Incoming
@@ -169,7 +169,7 @@ def check_records(case: list[bytes]) -> None:
 
 def _read_all(folder: str) -> None:
     read = trace.read([folder])
-    assert all(isinstance(line, str) for line in trace.story(read))
+    assert all(isinstance(line, str) for line in story.story(read))
     perfetto = Path(folder) / "trace"
     trace.write_perfetto(read, perfetto)
     json.loads(perfetto.read_text())

@@ -81,7 +81,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the adjoint of an all-gather forgets to sum", "tritoncomm/mappings/functions.py",
-        "-1, eager.all_gather, eager.reduce_scatter,\n", "-1, eager.all_gather, eager.split,\n",
+        "eager.reduce_scatter(grad_output, -1, ctx.group", "eager.split(grad_output, -1, ctx.group",
         "tests/mappings/test_mappings.py",
     ),
     Mutation(

@@ -28,7 +28,7 @@ import tritoncomm
 from tritoncomm import PeerError, ShapeError, p2p, record, variables
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
-from tritoncomm.debug import signals, trace
+from tritoncomm.debug import signals, story, trace
 from tritoncomm.debug.flight import Call, flight, open_calls
 from tritoncomm.debug.sites import call_site, located
 from tritoncomm.integrations.megatron_functions import _FrozenLinear
@@ -278,7 +278,7 @@ def test_a_blocked_rank_writes_its_record_on_a_signal_by_the_watchdog_and_on_the
         ]  # fmt: skip
     assert on_error["reason"] == f"{name}: PeerError"
     assert on_error["calls"][1]["error"].startswith(f"PeerError: {failed}")
-    line = next(line for line in trace.story(trace.read([folder])) if line.startswith("rank 0"))
+    line = next(line for line in story.story(trace.read([folder])) if line.startswith("rank 0"))
     assert f"{name}(" in line
     if name == "all_gather_dim":
         assert line.startswith("rank 0: failed in all_gather_dim(float32 [2], dim=0) at ")

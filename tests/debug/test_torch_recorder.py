@@ -17,7 +17,7 @@ import torch.distributed as dist
 from jobs import run_job
 
 from tritoncomm import collective, record, variables
-from tritoncomm.debug import flight, signals, torch_recorder, trace
+from tritoncomm.debug import flight, signals, story, torch_recorder, trace
 from tritoncomm.debug.torch_recorder import Active, Recorder
 
 MODULE: Any = torch._C._distributed_c10d
@@ -236,6 +236,6 @@ def test_a_hang_on_the_device_ends_in_a_record_that_names_the_call(tmp_path: Pat
     call = data["calls"][-1]
     assert (call["number"], call["name"], bool(call["end"])) == (2, "all_gather", True)
     (folder / "tritoncomm-flight-0.json").write_text(json.dumps(data))  # of before rank 1 ended, which ends the hang
-    (line,) = [each for each in trace.story(trace.read([folder])) if "the device" in each]
+    (line,) = [each for each in story.story(trace.read([folder])) if "the device" in each]
     assert line.startswith("rank 0: the device has not completed all_gather(float32 [3], dim=0) at ")
     assert line.endswith("call 2 of group '1' of ranks 0-1 (issued, not completed); rank 1 did not join it")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import tritoncomm
 from tritoncomm import cli
-from tritoncomm.debug import trace
+from tritoncomm.debug import story, trace
 
 AGREE = "the records agree, and no call was under way when they were written"
 
@@ -67,7 +67,7 @@ def test_records_merge_into_words_and_one_trace(tmp_path: Path) -> None:
 
 
 def _story(folder: Path) -> list[str]:
-    return trace.story(trace.read([folder]))
+    return story.story(trace.read([folder]))
 
 
 def _change(path: Path, **more: Any) -> None:
@@ -243,9 +243,9 @@ def test_records_of_sixty_four_ranks_take_seconds(tmp_path: Path) -> None:
 
 _MEMORY = """
 import resource, sys
-from tritoncomm.debug import trace
+from tritoncomm.debug import story, trace
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(*trace.story(trace.read([sys.argv[1]])), sep="\\n")
+print(*story.story(trace.read([sys.argv[1]])), sep="\\n")
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print((after - before) // 1024)
 """
@@ -285,12 +285,12 @@ def test_a_record_that_is_written_again_meanwhile_is_refused(tmp_path: Path) -> 
     records = trace.read([tmp_path])
     _change(records[1].path, time=9001)
     with pytest.raises(tritoncomm.ArgumentError, match="was written again while it was read"):
-        trace.story(records)
+        story.story(records)
 
 
 def test_records_that_agree_say_so_and_other_files_are_refused(tmp_path: Path) -> None:
     files = [_write(tmp_path, rank, [_call("f", 1, [2])], world=3) for rank in range(3)]
-    assert trace.story(trace.read(files)) == [AGREE]
+    assert story.story(trace.read(files)) == [AGREE]
     (tmp_path / "other.json").write_text("[]")
     for bad, words in ((tmp_path / "other.json", "is no flight record"), (tmp_path / "none", "none")):
         result = CliRunner().invoke(cli.app, ["trace", str(bad)])
@@ -323,7 +323,7 @@ def test_a_damaged_record_is_refused_by_name(tmp_path: Path, change: Any, words:
     }  # fmt: skip
     path = tmp_path / "record.json"
     path.write_text(json.dumps(data))
-    assert trace.story(trace.read([path]))
+    assert story.story(trace.read([path]))
     change(data)
     path.write_text(json.dumps(data))
     with pytest.raises(tritoncomm.ArgumentError, match=words):

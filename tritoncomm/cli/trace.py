@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from tritoncomm.cli._console import paragraphs, refusing, say, terminal
-from tritoncomm.debug.trace import read, story, write_perfetto
+from tritoncomm.debug.story import story
+from tritoncomm.debug.trace import read, write_perfetto
 
 __all__ = ["EPILOG", "trace"]
 

@@ -1,0 +1,236 @@
+"""Story of a job in lines of text, from its flight records: where ranks diverged, and in which call each rank is.
+
+Example::
+
+    no record of rank 3 of 4
+    group '0' of ranks 0-2: call 3 is the first that differs, in shape:
+      rank 0: all_gather_dim(float32 [4, 8], dim=0) at train.py:13
+      rank 1: all_gather_dim(float32 [4, 6], dim=0) at train.py:13
+    rank 0: in barrier() at train.py:14, call 4 of group '0' of ranks 0-2; ranks 1-2 did not join it
+"""
+
+from collections.abc import Mapping, Sequence
+
+from tritoncomm.debug.texts import by_text, named_ranks, one_line, table_of
+from tritoncomm.debug.trace import Call, Record, fields_compared, messages_of, transfers, with_line
+
+__all__ = ["by_ranks", "story"]
+
+_MAX_LINES = 20
+_Joined = dict[tuple[int, str, int], dict[int, bool]]
+"""By rank, group and count of a p2p step: whether each peer joined it."""
+
+
+def _with_group(call: Call, record: Record) -> str:
+    """Return a call of a record with its line, its count and its group: ``f() at a.py:1, call 2 of group '0' ...``."""
+    return f"{with_line(call)}, call {call['count']} of {_group_text(call['group'], record)}"
+
+
+def _group_text(group: str, record: Record) -> str:
+    """Return ``group '0' of ranks 0-3``; ``group '0'`` where the record does not have the group's ranks."""
+    ranks = record.ranks(group)
+    return f"group {group!r} of ranks {named_ranks(ranks).partition(' ')[2]}" if ranks else f"group {group!r}"
+
+
+def story(records: Sequence[Record]) -> list[str]:
+    """Describe in lines of text where the ranks of a job diverged, and the calls in which they were."""
+    # In this order: missing and foreign records; by group its first differing call and its messages; the call of each
+    # rank; collectives that devices have not completed; uncaught errors.
+    lines = _job_lines(records)
+    joined: _Joined = {}
+    for group in sorted({group for each in records for group in each.hashes}):
+        lines += _first_difference(group, records) + _message_lines(group, records, joined)
+    by_rank = {each.rank: each for each in records}
+    for texts in (
+        {each.rank: _open_call(each, by_rank, joined) for each in records},
+        {each.rank: _open_collective(each, by_rank, joined) for each in records},
+        {each.rank: _uncaught(each) for each in records},
+    ):
+        lines += [f"{named_ranks(ranks)}: {line}" for line, ranks in by_text(texts) if line]
+    lines = lines or ["the records agree, and no call was under way when they were written"]
+    return ["".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines]
+
+
+def _job_lines(records: Sequence[Record]) -> list[str]:
+    """Return a line for ranks that have no record, and lines for records that are not of one run of the job."""
+    lines = []
+    worlds = {each.rank: str(each.data["world"]) for each in records}
+    if len(set(worlds.values())) > 1:
+        sizes = ", ".join(f"{world} on {named_ranks(ranks)}" for world, ranks in by_text(worlds))
+        lines.append(f"the records are of different runs: the world size is {sizes}")
+    last = max(records, key=lambda each: each.start)
+    if older := [each.rank for each in records if each.hashes and each.data["time"] < last.start]:
+        why = f"rank {last.rank} started late, or the records are of different runs"
+        lines.append(f"{named_ranks(older)} wrote before the first call in the record of rank {last.rank}: {why}")
+    world, known = max(each.data["world"] for each in records), {each.rank for each in records}
+    if absent := [rank for rank in range(world) if rank not in known]:
+        lines.append(f"no record of {named_ranks(absent)} of {world}")
+    return lines
+
+
+def by_ranks(group: str, records: Sequence[Record]) -> dict[tuple[int, ...], list[Record]]:
+    """Return the records with calls over groups of this name, by the global ranks of their group."""
+    holders: dict[tuple[int, ...], list[Record]] = {}
+    for each in records:
+        if group in each.hashes:
+            holders.setdefault(tuple(each.ranks(group)), []).append(each)
+    # Groups of different ranks may have one name. A record lacks the ranks if the group was destroyed before: it
+    # belongs to the only group with known ranks, if there is one.
+    if () in holders and len(holders) == 2:
+        unknown = holders.pop(())
+        for known in holders.values():
+            known[:] = sorted(known + unknown, key=lambda each: each.rank)
+    return holders
+
+
+def _first_difference(group: str, records: Sequence[Record]) -> list[str]:
+    """Describe the first collective over a group that its ranks made differently, or that some ranks did not make."""
+    for ranks, holders in by_ranks(group, records).items():
+        # The first call that the records of all ranks with calls of the group still have.
+        oldest = max(each.oldest(group) for each in holders)
+        first: dict[int, int] = {}
+        differing = set[int]()
+        for each in holders:
+            hashes = each.hashes[group]
+            for count, compared in zip(hashes.counts, hashes.compared, strict=True):
+                if count >= oldest and first.setdefault(count, compared) != compared:
+                    differing.add(count)
+        for count in sorted(differing):
+            names, table = _compare(group, count, holders)
+            if names:
+                where = f"{_group_text(group, holders[0])}: call {count} is the first that differs"
+                return [f"{where}, in {', '.join(names)}:", *table]
+        if line := _missing_call(group, ranks, holders, records):
+            return [line]
+    return []
+
+
+def _compare(group: str, count: int, holders: Sequence[Record]) -> tuple[list[str], list[str]]:
+    """Return the attributes in which ranks differ in a call, and a table of its first 20 distinct forms."""
+    # Only one record of each form is read.
+    forms: dict[tuple[int, int], list[Record]] = {}
+    for each in holders:
+        counts, *hashes = each.hashes[group]
+        if count in counts:
+            compared, shown = (column[counts.index(count)] for column in hashes)
+            forms.setdefault((compared, shown), []).append(each)
+    # The first record of each form that differs in compared attributes, and of each of the first forms.
+    differing = {compared: having[0] for (compared, _), having in reversed(forms.items())}
+    first, *others = (fields_compared(each.calls[group][count]) for each in list(differing.values())[:_MAX_LINES])
+    names = [key for key in first if any(key in other and other[key] != first[key] for other in others)]
+    lines = [
+        f"{named_ranks([each.rank for each in having])}: {with_line(having[0].calls[group][count])}"
+        for having in list(forms.values())[:_MAX_LINES]
+    ]
+    return names, _shortened(lines, len(forms), "  ")
+
+
+def _shortened(lines: Sequence[str], count: int, indent: str = "") -> list[str]:
+    """Return the first 20 lines, indented, and the number of the others out of ``count``, if there are others."""
+    rest = [f"and {count - _MAX_LINES} more"] if count > _MAX_LINES else []
+    return [f"{indent}{line}" for line in [*lines[:_MAX_LINES], *rest]]
+
+
+def _missing_call(group: str, ranks: Sequence[int], holders: Sequence[Record], records: Sequence[Record]) -> str:
+    """Name the ranks that made fewer calls over a group than the others, where the first missing call ended elsewhere.
+
+    ``ranks`` are empty where they are not known; ``holders`` are records of these ranks with calls over the group.
+    """
+    # Pipeline stages make different numbers of steps, so groups with p2p steps are left out.
+    hop = hash(repr({"kind": "hop"}))
+    if any(hop in each.hashes[group].compared for each in holders):
+        return ""
+    members = [each for each in records if each.rank in ranks] or holders
+    count = min(each.count(group) for each in members) + 1
+    issuer = next((each for each in holders if count in each.hashes[group].counts), None)
+    # A call that has ended was asynchronous, so no rank is in it. A rank in a call has a line of its own.
+    if issuer is None or not (call := issuer.calls[group][count])["end"]:
+        return ""
+    behind = [each.rank for each in members if each.count(group) < count and not each.is_before(call)]
+    where = f"did not join {_with_group(call, issuer)}, which rank {issuer.rank} issued"
+    return f"{named_ranks(behind)} {where}" if behind else ""
+
+
+def _message_lines(group: str, records: Sequence[Record], joined: _Joined) -> list[str]:
+    """Describe, for each sender and receiver, the first message whose ends differ, and the first that was not sent.
+
+    ``joined`` gets the p2p steps over the group in which their ranks still were.
+    """
+    lines, by_rank = list[str](), {each.rank: each for each in records}
+    differing, unsent = set[tuple[int, int]](), set[tuple[int, int]]()
+    open_ones = {
+        (each.rank, call["group"], call["count"]) for each in records for call in (each.current, each.issued) if call
+    }
+    for each in messages_of(group, records):
+        channel = each.sender, each.receiver
+        for (rank, peer), end, other in (
+            (channel, each.sent, each.received),
+            (channel[::-1], each.received, each.sent),
+        ):
+            if end is not None and (step := (rank, group, end.call["count"])) in open_ones:
+                peers = joined.setdefault(step, {})
+                peers[peer] = peers.get(peer, True) and other is not None
+        if each.received is None:
+            continue
+        call = each.received.call
+        if each.sent is None and channel not in unsent:
+            unsent.add(channel)
+            # The receive has ended because it was asynchronous. In one that has not ended the receiving rank waits,
+            # which another line says.
+            if call["end"] and not by_rank[each.sender].is_before(call):
+                posted = f"whose receive is posted by {with_line(call)}"
+                lines.append(f"rank {each.sender} did not send message {each.count} to rank {each.receiver}, {posted}")
+        elif each.sent is not None and not each.fits() and channel not in differing:
+            differing.add(channel)
+            where = f"message {each.count} from rank {each.sender} to rank {each.receiver}"
+            lines.append(f"{where} is the first whose ends differ:")
+            lines += table_of({each.sender: with_line(each.sent.call), each.receiver: with_line(call)}).splitlines()
+    return _shortened(lines, len(lines))
+
+
+def _open_call(record: Record, by_rank: Mapping[int, Record], joined: _Joined) -> str:
+    """Describe the call that a rank was in, or failed in, when it wrote its record, and which ranks did not join it."""
+    if (call := record.current) is None:
+        return ""
+    line = f"{'failed in' if call['error'] else 'in'} {_with_group(call, record)}"
+    if call["error"]:
+        line += f": {one_line(call['error'])}"
+    return line + _absent(call, record, by_rank, joined)
+
+
+def _absent(call: Call, record: Record, by_rank: Mapping[int, Record], joined: _Joined) -> str:
+    """Return which ranks have not joined a call, as an addition to a line: ``; rank 2 did not join it``."""
+    group = call["group"]
+    if call["kind"] == "hop":
+        # A peer that ``_message_lines`` has not noted is not known to have stayed away.
+        peers = joined.get((record.rank, group, call["count"]), {})
+        behind = sorted(rank for rank, has_joined in peers.items() if not has_joined)
+        ranks = {peer for _, peer, _ in transfers(call, record.rank)}
+    else:
+        ranks = {*record.ranks(group)} - {record.rank}
+        behind = sorted(rank for rank in ranks & by_rank.keys() if by_rank[rank].count(group) < call["count"])
+    early = [rank for rank in behind if by_rank[rank].is_before(call)]
+    late = [rank for rank in behind if rank not in early]
+    unknown = sorted(ranks - by_rank.keys())
+    line = f"; {named_ranks(late)} did not join it" if late else ""
+    line += f"; {named_ranks(early)} wrote the record before it" if early else ""
+    return line + (f"; no record of {named_ranks(unknown)}" if unknown else "")
+
+
+def _open_collective(record: Record, by_rank: Mapping[int, Record], joined: _Joined) -> str:
+    """Describe the oldest collective that a rank's device has not completed, and which ranks did not join its call."""
+    active = min(record.data["active"], key=lambda each: each["created"], default=None)
+    if active is None:
+        return ""
+    if record.issued is None:
+        where = f"torch's collective {active['sequence']} of {_group_text(active['group'], record)}"
+        return f"the device has not completed {active['name']}, {where}, of no call in the record ({active['state']})"
+    line = f"the device has not completed {_with_group(record.issued, record)} ({active['state']})"
+    return line + _absent(record.issued, record, by_rank, joined)
+
+
+def _uncaught(record: Record) -> str:
+    """Return ``ended by an uncaught ValueError: ...`` for a rank that an error ended, outside of a call; else empty."""
+    reason = str(record.data.get("reason"))
+    is_error = reason.startswith("uncaught ") and not record.is_explained
+    return f"ended by an {one_line(reason)}" if is_error else ""
