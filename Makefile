@@ -9,6 +9,9 @@ WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # Triton 3.6's interpreter of kernels breaks with a newer numpy.
 oldest := torch==2.11.0 triton==3.6.0 'numpy<2.4'
 newest := torch
+# The releases of Megatron that the tests know: TESTED of that module.
+megatrons := $(shell sed -n 's/^TESTED = (\(.*\))/\1/p' tritoncomm/integrations/megatron.py | tr -d '",')
+unpacked := $(patsubst %,.megatron/%,$(wordlist 2,99,$(megatrons)))
 peers := deepspeed==0.19.8 yunchang==0.6.4 transformers==5.23.0 accelerate==1.15.0
 
 ifdef PYTHON
@@ -21,7 +24,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 SITE := $(VENV)/.site
-MEGATRON := 0.19.2
+MEGATRON := $(lastword $(megatrons))
 endif
 
 .PHONY: help demo test test-all test-megatron test-models test-matrix test-oldest test-newest programs docs docs-site dist check faults soak fuzz mutations bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
@@ -33,19 +36,19 @@ help:  ## lists the targets
 demo: $(READY)  ## trains a small transformer on two ranks
 	$(PY) -m tritoncomm demo
 
-# An interpreter of yours has the Megatron that it has; here 0.16.1 is installed, and the newest release tested as well.
+# An interpreter of yours has the Megatron that it has; here the oldest release is installed, and the newest tested as well.
 test: $(READY) $(PEERS) $(MEGATRON:%=.megatron/%)  ## runs the tests, without the slow ones
-	$(PY) -m pytest -m "not slow" -q $(WORKERS) $(if $(MEGATRON),--megatron 0.16.1)
+	$(PY) -m pytest -m "not slow" -q $(WORKERS) $(if $(MEGATRON),--megatron $(firstword $(megatrons)))
 	$(if $(MEGATRON),$(PY) -m pytest tests/integrations/test_megatron.py -m "not slow" -q --megatron $(MEGATRON))
 
 # Every release in a process of its own; all of them run, whichever fails.
-test-megatron: $(READY) $(PEERS) .megatron/0.17.1 .megatron/0.18.2 .megatron/0.19.2  ## tests four releases of Megatron
-	status=0; for version in 0.16.1 0.17.1 0.18.2 0.19.2; do \
+test-megatron: $(READY) $(PEERS) $(unpacked)  ## tests every known release of Megatron
+	status=0; for version in $(megatrons); do \
 	    $(PY) -m pytest tests/integrations/test_megatron.py tests/p2p/test_megatron.py -q --megatron $$version || status=1; \
 	done; exit $$status
 
-# Every environment that is there; ARGS="--environments newest --parts 0.19.2" runs a part.
-test-matrix: $(READY) $(PEERS) .megatron/0.17.1 .megatron/0.18.2 .megatron/0.19.2  ## runs the table of versions
+# Every environment that is there; ARGS="--environments newest --parts tests" runs a part.
+test-matrix: $(READY) $(PEERS) $(unpacked)  ## runs the table of versions
 	$(PY) tools/matrix.py $(ARGS)
 
 # Releases of Megatron are for Python 3.12 and newer, so that pip offers none on an older one; unpacked they work there too.
@@ -70,7 +73,7 @@ test-all: $(READY) $(PEERS)  ## runs all tests
 test-oldest test-newest: test-%:  ## runs the tests with other versions
 	$(BOOTSTRAP) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet $(PIP_ARGS) -e '.[cli,plot,test,bench]' $($*)
-	.venv-$*/bin/python -m pip install --quiet --no-deps megatron-core==0.16.1
+	.venv-$*/bin/python -m pip install --quiet --no-deps megatron-core==$(firstword $(megatrons))
 	.venv-$*/bin/python -m pip install --quiet $(PIP_ARGS) $($*) $(peers)
 	.venv-$*/bin/python -m pytest -m "not slow" -q $(WORKERS)
 
@@ -148,7 +151,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 # What benchmarks and the tests of the integrations compare with.
 $(VENV)/.peers: $(VENV)/.ready
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps megatron-core==0.16.1
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps megatron-core==$(firstword $(megatrons))
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt $(peers)
 	@touch $@
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tritoncomm.integrations.megatron import TESTED
+
 __all__ = ["PAGE", "RESULTS", "measure", "page"]
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +29,7 @@ PACKAGES = {
     "torch": "torch", "triton": "Triton", "numpy": "numpy", "transformers": "transformers", "accelerate": "accelerate",
     "deepspeed": "DeepSpeed", "yunchang": "yunchang",
 }  # fmt: skip
-MEGATRON = {"0.16.1": "3.10", "0.17.1": "3.12", "0.18.2": "3.12", "0.19.2": "3.12"}  # the oldest Python of each
+MEGATRON = {version: "3.10" if version < "0.17" else "3.12" for version in TESTED}  # the oldest Python of each
 SUITE, GPU = "tests", "compiled kernels on a stub CUDA driver"
 PARTS: dict[str, list[str]] = {
     SUITE: ["tests", "-m", "not slow", "-n", "2", "--dist", "loadfile"],
