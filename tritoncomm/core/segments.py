@@ -29,7 +29,7 @@ def gather(
 
     Args:
         wire: contiguous buffer, at least ``segments.wire_bytes`` long. Bytes outside of segments are kept.
-        segments: table, see ``tritoncomm_kernels.Segments``; the kernel's plan is cached by its identity.
+        segments: table, see ``tritoncomm_kernels.Segments``; the kernel's plan is cached by its content.
         scale: factor applied before the one rounding, of floating point tensors only.
 
     Traffic: reads and writes every segment once, in one launch on a GPU and one more for every further pair of dtypes.

@@ -1,7 +1,7 @@
 """Hop: one p2p step of a rank, up to four transfers with its two neighbours. Both APIs make their steps here.
 
-Everything that is sent is posted before anything is waited for, and the directions progress independently. So a rank
-never waits for a neighbour that waits for this rank.
+Each send is posted before a wait for a message, and the directions progress independently. So a rank never waits for a
+neighbour that waits for this rank. On a device the headers of both sides come first.
 """
 
 from collections.abc import Mapping, Sized

@@ -1,7 +1,8 @@
 """Dispatch of torch operators on ColoTensors.
 
 In this order: an implementation registered with ``op_wrapper.colo_op_impl``; attributes and queries of the local
-tensor; element-wise operators; the sharding rules of ``rules``; everything else runs on replicas, with a warning once.
+tensor; operators with code of their own, as initialisers and lists; element-wise operators; the sharding rules of
+``rules``; everything else runs on replicas, with a warning once.
 A result never carries a layout that it does not have.
 """
 
