@@ -1,6 +1,7 @@
 """The documentation's site: navigation, API pages, pictures of the mappings, quoted messages; mkdocs builds it."""
 
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -248,7 +249,12 @@ def strings(path: Path) -> Iterator[str]:
 
 
 SOURCES = [path for folder in ("tritoncomm", "kernels") for path in sorted((ROOT / folder).rglob("*.py"))]
-TEXTS = [text for path in SOURCES for text in strings(path)]
+
+
+@functools.cache
+def texts() -> list[str]:
+    """Every text of the sources."""
+    return [text for path in SOURCES for text in strings(path)]
 
 
 def quoted() -> list[str]:
@@ -261,7 +267,7 @@ def quoted() -> list[str]:
 def is_message(quote: str) -> bool:
     """Whether one text of the sources has the fixed parts of a quote, and a value where the quote has dots."""
     parts = [re.escape(part) for part in quote.split("...")]
-    return any(re.search(r"[^\n]*?\0[^\n]*?".join(parts), text) for text in TEXTS)
+    return any(re.search(r"[^\n]*?\0[^\n]*?".join(parts), text) for text in texts())
 
 
 def test_messages_are_quoted() -> None:

@@ -18,7 +18,15 @@ def pair() -> Iterator[Pool]:
     ranks.stop()
 
 
-@pytest.mark.parametrize("phase", ["mappings", "hops", "exchanges", "groups", "observed"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "hops",
+        "groups",
+        "observed",
+        *(pytest.param(phase, marks=pytest.mark.slow) for phase in ("mappings", "exchanges")),
+    ],
+)
 def test_a_phase_reports_growth(pair: Pool, phase: str) -> None:
     growth = soak.soak(pair, phase, 2, 40)
     limits = asdict(soak.LIMITS)

@@ -31,10 +31,9 @@ needs_compiler = pytest.mark.skipif(
 on_backends = pytest.mark.parametrize(
     ("backend", "world"),
     [
-        ("eager", 2),
-        ("aot_eager", 4),
-        pytest.param("aot_eager", 2, marks=pytest.mark.slow),
-        pytest.param("eager", 4, marks=pytest.mark.slow),
+        ("aot_eager", 2),
+        pytest.param("aot_eager", 4, marks=pytest.mark.slow),
+        *(pytest.param("eager", world, marks=pytest.mark.slow) for world in (2, 4)),
     ],
 )
 

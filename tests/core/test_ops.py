@@ -313,7 +313,11 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 LARGE = [((524288, 8194), torch.bfloat16, 2), ((262144, 16386), torch.int8, 2), ((2**31 - 2**20, 2), torch.int8, 2)]
 
 
-@pytest.mark.parametrize(("shape", "dtype", "world"), LARGE, ids=name_of)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "world"),
+    [LARGE[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in LARGE[1:])],
+    ids=name_of,
+)
 def test_more_units_than_a_kernel_counts_go_to_torch(
     shape: tuple[int, int], dtype: torch.dtype, world: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

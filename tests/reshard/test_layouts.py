@@ -95,7 +95,7 @@ def run_case(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "first", [pytest.param(first, marks=[pytest.mark.slow] * (first >= 160)) for first in range(0, 2000, BLOCK)]
+    "first", [pytest.param(first, marks=[pytest.mark.slow] * (first >= 80)) for first in range(0, 2000, BLOCK)]
 )
 def test_drawn_layouts(first: int) -> None:
     for seed in range(first, first + BLOCK):

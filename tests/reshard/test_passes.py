@@ -90,7 +90,13 @@ def in_order(source: Layout, target: Layout, given: list[list[Tensor]], rank: in
     return local_of(target, rank, total)
 
 
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("replicas to replicas", "in part in buckets")))
+        for name in SUMS
+    ],
+)
 def test_sums_take_one_unpack(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of the ranks, also large blocks that stay; one pack and one unpack of every bucket."""
     source, target, limit = SUMS[name]

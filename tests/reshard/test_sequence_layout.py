@@ -224,7 +224,7 @@ def test_forward_and_backward(group: TorchGroup) -> None:
     run_pairs(group, PAIRS)
     if group.size() == 2:
         with ops.path("triton"):
-            run_pairs(group, [("zigzag", "striped"), ("striped", "full")])
+            run_pairs(group, [("zigzag", "striped")])
 
 
 case = Cases()

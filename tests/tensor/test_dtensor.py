@@ -51,7 +51,7 @@ def laid_out(full: Tensor, mesh: TorchMesh, placements: Placements) -> DTensor:
     ("group", "mesh_shape", "shape"),
     [
         *((4, (2, 2), shape) for shape in ((9, 7), (1, 2))),
-        (8, (2, 2, 2), (3, 8, 5)),
+        pytest.param(8, (2, 2, 2), (3, 8, 5), marks=pytest.mark.slow),
         *(pytest.param(4, (2, 2), shape, marks=pytest.mark.slow) for shape in ((8, 16), (5, 3, 6), (3, 9))),
         pytest.param(4, (4, 1), (9, 7), marks=pytest.mark.slow),
         pytest.param(4, (1, 4), (5, 6), marks=pytest.mark.slow),

@@ -17,7 +17,7 @@ from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ProcessGroup
 from tritoncomm.tensor.dispatch import plain
 from tritoncomm.tensor.distspec import _DistSpec
 
-QUICK, SLOW = ("bfloat16", "float8_e4m3fn", "complex64"), ("float32", "int64", "bool")  # of every width
+QUICK, SLOW = ("bfloat16", "complex64"), ("float8_e4m3fn", "float32", "int64", "bool")  # of every width
 SHAPES = {2: ((4, 6), (2, 5, 4)), 4: ((4, 5, 2),)}
 
 

@@ -40,7 +40,7 @@ def autocast_of_every_operator(group: TorchGroup, low: torch.dtype, limit: int) 
         assert run_under_autocast(group, name, low, limit), name
 
 
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("low", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("limit", [2, pytest.param(100, marks=pytest.mark.slow)])
 def test_dtypes_under_autocast_are_torch_s(pool: Pool, low: torch.dtype, limit: int) -> None:
     """By torch's lists of fp32, of promotion and of low precision; gradients in the dtypes of the operands."""
