@@ -30,7 +30,7 @@ from bench.harness import Clock, Part, Row
 from bench.hosts import no_op_group
 from tritoncomm import collective, mappings, parallel
 from tritoncomm.core import ops
-from tritoncomm.reshard import Layout, reshard_plan
+from tritoncomm.reshard import Layout, reshard, reshard_plan, sequence_layout
 
 __all__ = ["PART", "Case"]
 
@@ -119,6 +119,65 @@ def resharded(count: int = 1000, side: int = 128, into: bool = False) -> Iterato
         yield {"ours": lambda: plan.execute(tensors, out=out), "by hand": by_hand}
 
 
+def rows_to_columns(count: int, is_new: bool = False) -> Iterator[dict[str, Callable[[], Any]]]:
+    """``reshard`` of small tensors: calls that look like the one before, or tensors of new shapes in each call."""
+    ranks, columns = range(WORLD), itertools.count(2)
+
+    def tensors_of(width: int) -> dict[str, Tensor]:
+        return {f"w{i}": torch.ones(1, WORLD * (width + i)) for i in range(count)}
+
+    def layouts_of(tensors: dict[str, Tensor], dim: int) -> dict[str, Layout]:
+        return {name: Layout.on_mesh((WORLD, x.shape[1]), ranks, [dim]) for name, x in tensors.items()}
+
+    with no_op_group(WORLD, 3) as group:
+
+        def by_hand(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            wire = torch.cat([x.view(WORLD, -1) for x in tensors.values()], 1)
+            received = torch.empty_like(wire)
+            dist.all_to_all_single(received, wire, group=group)
+            return dict(zip(tensors, received.split([x.shape[1] // WORLD for x in tensors.values()], 1), strict=True))
+
+        def ours(tensors: dict[str, Tensor]) -> Any:
+            return reshard(tensors, layouts_of(tensors, 0), layouts_of(tensors, 1), group=group)
+
+        if is_new:
+            yield {
+                "ours": lambda: ours(tensors_of(next(columns))),
+                "by hand": lambda: by_hand(tensors_of(next(columns))),
+            }
+        else:
+            same = tensors_of(1)
+            source, target = layouts_of(same, 0), layouts_of(same, 1)
+            yield {"ours": lambda: reshard(same, source, target, group=group), "by hand": lambda: by_hand(same)}
+
+
+def zigzag() -> Iterator[dict[str, Callable[[], Any]]]:
+    """``sequence_layout`` of a small tensor; by hand one exchange of its rows."""
+    x = torch.ones(1, 2 * WORLD, 4)
+    with no_op_group(WORLD, 3) as group:
+
+        def by_hand() -> Tensor:
+            received = torch.empty_like(x)
+            dist.all_to_all_single(received.view(-1, 4), x.view(-1, 4), [2] * WORLD, [2] * WORLD, group=group)
+            return received.index_select(1, order)
+
+        order = torch.randperm(2 * WORLD)
+        yield {"ours": lambda: sequence_layout(x, "contiguous", "zigzag", group=group), "by hand": by_hand}
+
+
+def planned(count: int = 1000) -> Iterator[dict[str, Callable[[], Any]]]:
+    """A plan of distinct tensors, over one of as many tensors of one shape."""
+    ranks, sizes = range(WORLD), itertools.count(8, count)
+
+    def plan(is_distinct: bool) -> Any:
+        first = next(sizes)
+        shapes = {f"w{i}": (8 * WORLD, first + i * is_distinct) for i in range(count)}
+        sides = [{name: Layout.on_mesh(shape, ranks, [dim]) for name, shape in shapes.items()} for dim in (0, 1)]
+        return reshard_plan(dict.fromkeys(shapes, torch.float32), *sides, ranks=ranks, rank=0)
+
+    yield {"ours": lambda: plan(True), "one shape": lambda: plan(False)}
+
+
 def styled(sequence: bool) -> Iterator[dict[str, Callable[[], Any]]]:
     """A step of the model of ``bench_parallel``; by hand with the same mappings, and plain parameters."""
     with bench_parallel.mesh_of_one() as mesh:
@@ -182,6 +241,11 @@ CASES = [
     *(Case(f"split_reduce_scatter, 1,000 tensors, dim {dim}", partial(scattered, dim), None, 1) for dim in (0, 1)),
     Case("reshard, 1,000 tensors", resharded, None, 1),
     Case("reshard, 1,000 tensors, out=", partial(resharded, into=True), None, 1),
+    Case("reshard, one tensor again", partial(rows_to_columns, 1), None, 20),
+    Case("reshard, 200 tensors again", partial(rows_to_columns, 200), None, 1),
+    Case("reshard, 50 tensors of new shapes", partial(rows_to_columns, 50, True), None, 1),
+    Case("sequence_layout, again", zigzag, None, 20),
+    Case("reshard_plan, 1,000 distinct tensors", planned, None, 1),
     *(
         Case(f"step, {case}", partial(styled, case == bench_parallel.CASES[1]), 1.60, 5)
         for case in bench_parallel.CASES
