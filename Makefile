@@ -27,7 +27,7 @@ SITE := $(VENV)/.site
 MEGATRON := $(lastword $(megatrons))
 endif
 
-.PHONY: help demo test test-all test-megatron test-models test-matrix test-oldest test-newest programs docs docs-site dist check faults soak fuzz mutations bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
+.PHONY: help demo test test-quick test-all test-megatron test-models test-matrix test-oldest test-newest programs docs docs-site dist check faults soak fuzz mutations bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
 
 help:  ## lists the targets
 	@sed -n 's/^\([a-z][a-z -]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r names text; do \
@@ -38,7 +38,7 @@ demo: $(READY)  ## trains a small transformer on two ranks
 
 # An interpreter of yours has the Megatron that it has; here the oldest release is installed, and the newest tested as well.
 test: $(READY) $(PEERS) $(MEGATRON:%=.megatron/%)  ## runs the tests, without the slow ones
-	$(PY) -m pytest -m "not slow" -q $(WORKERS) $(if $(MEGATRON),--megatron $(firstword $(megatrons)))
+	$(PY) -m pytest -m "not slow" -q $(WORKERS) $(if $(MEGATRON),--megatron $(firstword $(megatrons))) $(DURATIONS:%=--durations=%)
 	$(if $(MEGATRON),$(PY) -m pytest tests/integrations/test_megatron.py -m "not slow" -q --megatron $(MEGATRON))
 
 # Every release in a process of its own; all of them run, whichever fails.
@@ -64,6 +64,10 @@ test-matrix: $(READY) $(PEERS) $(unpacked)  ## runs the table of versions
 # All causal language models of the installed transformers: two seeds, grouped and full key/value heads, 1 and 2 ranks.
 test-models: $(READY) $(PEERS)  ## tests every model of transformers
 	$(PY) -m pytest tests/integrations/test_models.py -v $(WORKERS)
+
+QUICK := core mappings p2p reshard tensor debug cli kernels test_collective.py test_groups.py test_imports.py test_ulysses.py
+test-quick: $(READY)  ## runs the tests of the library without its peers
+	$(PY) -m pytest -m "not slow" -q $(WORKERS) $(QUICK:%=tests/%)
 
 test-all: $(READY) $(PEERS)  ## runs all tests
 	$(PY) -m pytest -q
