@@ -40,6 +40,7 @@ def _attention(
             return True
         return sizes[label] % shards == 0 and kv_heads % shards == 0
 
+    # Labels of the last dims: l positions of queries, s of keys; e features of queries and keys, v of values.
     operands = [
         Operand(query, (*batch, "l", "e")),
         Operand(key, (*batch, "s", "e")),
@@ -58,5 +59,6 @@ def _attention(
             )
 
     replicated = frozenset({"s", "e", "v"} | ({"l"} if is_causal else set()))
+    # The heads, of which the query may have more than key and value.
     grouped = count - 1 if enable_gqa else None
     return Call(operands, [(*batch, "l", "v")], run, replicated, legal=legal, grouped=grouped)

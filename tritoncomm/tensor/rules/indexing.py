@@ -27,6 +27,7 @@ _OTHER = "any sharding of another dim"
 
 
 def _labels_except(x: Tensor, dim: int) -> tuple[Any, ...]:
+    """Return a label for every dim but ``dim``, whose None says that it must not be sharded."""
     return tuple(None if d == dim else d for d in range(len(shape_of(x))))
 
 
@@ -93,7 +94,7 @@ def _parse_index(index: Any, count: int) -> tuple[list[Any], tuple[Any, ...], tu
     if used > count:
         return None
     if not any(i is Ellipsis for i in entries):
-        entries.append(Ellipsis)
+        entries.append(Ellipsis)  # dims behind the index are taken in full
     dots = next(p for p, i in enumerate(entries) if i is Ellipsis)
     entries[dots : dots + 1] = [slice(None)] * (count - used)
     dims = iter(range(count))
@@ -144,7 +145,7 @@ def set_item(target: Any, index: Any, value: Any) -> None:
             if not set_by_mask(target, index, value):
                 _set_part(target, index, value)
             return
-        parsed = index, (), ()
+        parsed = index, (), ()  # other indices of a replica: torch takes them on the local tensors
     entries, labels, result = parsed
     parts = tuple((labels[dim], count) for dim, count in target.partitions)
     operands = []
@@ -154,6 +155,7 @@ def set_item(target: Any, index: Any, value: Any) -> None:
         operands = [Operand(value, broadcast_labels(shape_of(value), sizes, result))]
     elif isinstance(value, Tensor):
         operands = [Operand(value, (None,) * len(shape_of(value)))]
+    # Only the operands and their labels count here; the function is never run.
     if not is_legal(Call(operands, [], set_item), parts):
         _set_part(target, tuple(entries), value)
         return
