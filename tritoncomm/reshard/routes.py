@@ -139,6 +139,7 @@ class Routes:
 
     def __init__(self, source: Layout, target: Layout, places: tuple[Array, Array], every_replica: bool) -> None:
         self.source, self.target, self.places, self.every_replica = source, target, places, every_replica
+        # Whether one of several replicas is chosen to serve a request; if not, every slot is 0 or a replica's own.
         self.has_choice = not every_replica and source.holders.most > 1
 
     def of_rank(self, rank: int) -> Requests:
@@ -174,6 +175,7 @@ class Routes:
 
     @cached_property
     def _all_served(self) -> tuple[Array, Array]:
+        """Result of ``served`` for all requests, without a table."""
         return self.served(self.all, None)
 
     def remote(self, table: Array | None) -> tuple[Array, Array]:
