@@ -325,6 +325,7 @@ class ColoTensor(layout.LocalShard):
         return tensor._attach(pg, dist_spec, compute_spec, shape, partitions(dist_spec, len(shape)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the local data, the layout and the coordinate of the shard, for ``rebuild``."""
         # Imported here because that module imports this one.
         from tritoncomm.tensor.pickles import rebuild
 

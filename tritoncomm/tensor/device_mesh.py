@@ -274,7 +274,7 @@ class FlattenDeviceMesh(DeviceMesh):
         need_flatten: bool = True,
     ) -> None:
         super().__init__(physical_mesh_id, mesh_shape, None, mesh_alpha, mesh_beta, init_process_group, need_flatten)
-        self.mesh_alpha, self.mesh_beta = max(self.mesh_alpha), min(self.mesh_beta)
+        self.mesh_alpha, self.mesh_beta = max(self.mesh_alpha), min(self.mesh_beta)  # numbers, no longer by axis
         coordinates = torch.arange(self.num_devices).view(self.mesh_shape)
         fastest_first = coordinates.permute(*reversed(range(coordinates.dim())))
         self.process_number_dict = {0: fastest_first.flatten().tolist(), 1: coordinates.flatten().tolist()}

@@ -223,6 +223,7 @@ class ProcessGroup:
         return {"ranks": list(self._ranks), "tp": self._tp, "dp": self._dp, "cpu": self._cpu}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the layout of a pickle, or a process group without one; the state may be of any file."""
         ranks = state.get("ranks", ()) if isinstance(state, dict) else ()
         if ranks is not None and not _is_layout(state):
             raise ArgumentError(f"ProcessGroup: a damaged file: this is no layout of ranks: {reprlib.repr(state)}")

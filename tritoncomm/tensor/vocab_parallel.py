@@ -157,6 +157,7 @@ class _Rows(torch.autograd.Function):
                 _statistics(rows[block], targets, block, stats)
         record.add("cross_entropy.rows", path, bytes_copied, 0, started)
         gathered = eager.all_gather(stats.unsqueeze(0), dim=0, group=group, sizes=None, name="cross_entropy")
+        # ``[world, 2, rows]``: a log-sum-exp of all classes is one of the ranks' log-sum-exps, and the terms add up.
         lse, target_term = torch.logsumexp(gathered[:, 0], 0), gathered[:, 1].sum(0)
         ctx.save_for_backward(rows, lse, stats[0])
         ctx.targets, ctx.path = targets, path

@@ -24,6 +24,7 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Call | None:  # fmt: skip
+    """Describe attention over local heads, batches or queries; broadcast batch dims run on replicas (None)."""
     shapes = [shape_of(x) for x in (query, key, value)]
     count = len(shapes[0]) - 2
     if count < 0 or any(len(shape) != count + 2 for shape in shapes):

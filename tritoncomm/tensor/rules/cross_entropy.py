@@ -71,6 +71,7 @@ def _cross_entropy(
     input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Call | None:  # fmt: skip
+    """Describe cross entropy; the classes have the label ``c``. Deprecated arguments run on replicas (None)."""
     shape = shape_of(input)
     if size_average is not None or reduce is not None or not shape or reduction not in ("none", "mean", "sum"):
         return None

@@ -25,6 +25,7 @@ def _embedding(
     input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Call | None:  # fmt: skip
+    """Describe an embedding; of a sharded vocabulary ranks look up their own ids, zeros for the others, and sum."""
     ids = tuple(range(len(shape_of(input))))
     _refuse("embedding", weight, max_norm, sparse)
     if max_norm is not None or sparse:
@@ -80,6 +81,7 @@ def _embedding_bag(
     norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
     per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> Call | None:  # fmt: skip
+    """Describe sums, means or maxima of bags of rows; the vocabulary and the ids of a bag must not be sharded."""
     _refuse("embedding_bag", weight, max_norm, sparse)
     if max_norm is not None or sparse:
         return None

@@ -50,6 +50,7 @@ def _along(input: Tensor, dim: int, local: Any, results: int | None = 1, drops: 
 
 @rule(torch.cat, torch.concat, torch.concatenate, named="cat", accepts=_OTHER)
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Call | None:
+    """Describe a concatenation; shapes of different numbers of dims run on replicas (None), where torch decides."""
     count = len(shape_of(tensors[0]))
     if not count or any(len(shape_of(x)) != count for x in tensors):
         return None
@@ -60,6 +61,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Call | None:
 
 @rule(torch.stack, named="stack", result="same sharding, dim renumbered")
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Call | None:
+    """Describe a stack; the new dim has no label. Different shapes run on replicas (None), where torch rejects them."""
     count = len(shape_of(tensors[0]))
     if any(shape_of(x) != shape_of(tensors[0]) for x in tensors):
         return None
@@ -118,6 +120,7 @@ def _parse_index(index: Any, count: int) -> tuple[list[Any], tuple[Any, ...], tu
     accepts="any sharding of dims that are taken in full", result="same sharding, dim renumbered",
 )  # fmt: skip
 def _getitem(input: Tensor, index: Any) -> Call | None:
+    """Describe an index of integers, slices and None; other indices run on replicas (None)."""
     parsed = _parse_index(index, len(shape_of(input)))
     if parsed is None or not is_colo(input):
         return None
@@ -225,6 +228,7 @@ def _select(input: Tensor, dim: int, index: int) -> Call | None:
 
 @rule("index_select", accepts=_OTHER)
 def _index_select(input: Tensor, dim: int, index: Tensor) -> Call | None:
+    """Describe a selection along a dim that is not sharded; each rank needs the full index, so that has no labels."""
     if not shape_of(input):
         return None
     dim = from_front(dim, len(shape_of(input)))

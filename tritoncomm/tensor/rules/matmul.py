@@ -38,6 +38,7 @@ def _factor(x: Tensor, labels: Labels) -> Operand:
     result="same sharding; contracted dim: partial, all-reduced", collectives=_COLLECTIVES,
 )  # fmt: skip
 def _matmul(input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None = None) -> Call | None:
+    """Describe a product; ``mat2`` is mm's and bmm's name of the second factor. Numbers (0 dims) run on replicas."""
     other = mat2 if other is None else other
     if other is None:
         return None
@@ -66,6 +67,7 @@ def _rmatmul(input: Tensor, other: Tensor) -> Call | None:
     "gradient; row: all-reduce, or reduce-scatter",
 )  # fmt: skip
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call | None:
+    """Describe a linear layer: k is the contracted dim, n the outputs; the bias of a sharded k is added once."""
     if len(shape_of(weight)) != 2 or not len(shape_of(input)):
         return None
     batch = tuple(range(len(shape_of(input)) - 1))
@@ -119,6 +121,7 @@ def by_weight(call: Call, weight: Tensor, index: int) -> Call:
     accepts="as linear, for beta * input + alpha * (mat1 @ mat2)", result="as linear", collectives="as linear",
 )  # fmt: skip
 def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Call:
+    """Describe ``beta * input + alpha * (mat1 @ mat2)``; the input is added once, after a sum over the ranks."""
     labels = broadcast_labels(shape_of(input), (shape_of(mat1)[0], shape_of(mat2)[1]), ("m", "n"))
 
     # ``run`` gets no bias for a partial product: ``finish`` adds it after the sum over the ranks.

@@ -62,6 +62,8 @@ def _batch_norm(
     input: Tensor, running_mean: Any, running_var: Any, weight: Tensor | None = None, bias: Tensor | None = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Call:  # fmt: skip
+    """Describe a batch norm; in training no dim may be sharded, so the input is gathered."""
+
     def local(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
         return F.batch_norm(x, running_mean, running_var, scale, shift, training, momentum, eps)
 

@@ -92,6 +92,7 @@ def _sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.
 
 @rule("mean", result="as sum", collectives="as sum")
 def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Call | None:
+    """Describe a mean as a sum divided by the global size; dtypes other than floats run on replicas (None)."""
     shape, dims = shape_of(input), _dims_of(dim, input)
     if not shape or not (dtype or input.dtype).is_floating_point:
         return None
@@ -177,6 +178,7 @@ def _count(input: Tensor, dim: Any = None) -> Call:
 def _norm(
     input: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Call | None:
+    """Describe a norm of vectors, along sharded dims too; norms of matrices and of no elements run on replicas."""
     power = 2 if p in (None, "fro") else p
     if isinstance(power, str) or not shape_of(input) or not input.is_floating_point() or not _has_order(input.dtype):
         return None
@@ -242,6 +244,7 @@ class _MinMaxWithIndex(torch.autograd.Function):
         else:
             shape = [s for d, s in enumerate(x.shape) if d != dim]
             value, index = x.new_full(shape, identity), torch.zeros(shape, dtype=torch.int64, device=x.device)
+        # ``[world, ...]``: the best value of every rank, and its global index. The best of these is of rank ``rank``.
         values = eager.all_gather(value.unsqueeze(0), 0, group, None, "max")
         indices = eager.all_gather((index + start).unsqueeze(0), 0, group, None, "max")
         best, rank = local(values, 0)

@@ -195,7 +195,7 @@ def _unsqueeze(input: Tensor, dim: int) -> Call | None:
 
 @_renumbered("expand", "expand_as", "broadcast_to", accepts="any sharding of a dim that is not expanded")
 def _expand(input: Tensor, *arguments: Any, **names: Any) -> Call | None:
-    # None of a rule runs the call on replicas; so do arguments that are no sizes.
+    """Describe an expansion to sizes, or to the shape of a tensor; other arguments run on replicas (None)."""
     arguments = (names["size"],) if "size" in names else arguments
     is_like = len(arguments) == 1 and isinstance(arguments[0], Tensor)
     requested = shape_of(arguments[0]) if is_like else _sizes(arguments)
