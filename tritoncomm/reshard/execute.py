@@ -142,6 +142,7 @@ class BucketStep:
             has_copies = bool(self._direct or self._summed)
             work = executor.exchange(self._bucket, send, receive, name, asynchronous=has_copies)
         if copies is not None:
+            # In turns a tensor and its result.
             path, pairs = "triton", in_turns([sources[i] for i in copies.used], [targets[i] for i in copies.used])
             copies.launch(pairs, pairs[-1])
         elif copied is not None:
