@@ -86,6 +86,8 @@ def _member_of(group: Any, call: Call) -> _Member:
     member = _members.get(group)
     if member is not None and member.state == state_of(group):
         return member
+    # ``_pg_group_ranks`` has the groups that torch made and has not destroyed; a torch without that name skips this
+    # check.
     if not dist.is_initialized() or group not in getattr(distributed_c10d, "_pg_group_ranks", (group,)):
         raise UnsupportedError(
             f"{call.name}: check mode compares over the store of torch's default process group; the group "
@@ -112,9 +114,10 @@ def check_call(entry: Entry, group: Any, x: Any) -> None:
     member = _member_of(group, call)
     if member.store is None:
         return
-    where = len(member.ranks), member.rank, "" if first is None else first.device.type
+    device = "" if first is None else first.device.type
+    place = {"world": len(member.ranks), "rank": member.rank, "device": device}
     # In full mode a window is one call. The ranks wait for each other at the end of a window only.
-    member.window.append((call, describe(call.name, call.kind, call.shape, call.dtype, call.arguments, *where)))
+    member.window.append((call, describe(call.name, call.kind, call.shape, call.dtype, call.arguments, **place)))
     member.count += 1
     if variables.CHECK.value or len(member.window) >= variables.HASH.value:
         raise_if(call.name, lambda: compare(member))
@@ -130,6 +133,7 @@ def compare(member: _Member) -> str:
     """Wait for all ranks of a group, and return the first difference of the calls since their last comparison."""
     # The window is emptied in any case, also by an error.
     window, member.window = member.window, []
+    # The members share this incarnation: one that comes late to a failed call finds the verdict under its own count.
     if member.incarnation is not None:
         return _compare(member, window)
     # A member without an incarnation first agrees with the others on one: the first to come opens it.
@@ -139,6 +143,7 @@ def compare(member: _Member) -> str:
     try:
         problem = _compare(member, window)
     finally:
+        # ``set_once`` takes the empty value for none, so the next member that comes here opens a new incarnation.
         member.store.replace(key, joined, "")  # unless another member has closed it, and a third one opened the next
     if problem:
         # Members that did not come cannot know which calls they missed, so the next call opens a new incarnation.
@@ -147,10 +152,15 @@ def compare(member: _Member) -> str:
 
 
 def _compare(member: _Member, window: list[tuple[Call, Descriptor]]) -> str:
-    """Compare the calls of ``window`` in the member's present incarnation."""
+    """Compare the calls of ``window``, at least one, in the member's present incarnation; empty text if all agree."""
+    # Digests that fit end the comparison. If they do not, every rank sends ``content()``, and the first rank calls
+    # ``judge`` with the contents of all.
     which = f", call {member.count} of group {member.name!r} of ranks {_listed(member.ranks)}"
     words, base = _with_line(*window[-1]), f"{member.key}/{member.count}"
-    comparison = Comparison(member.store, base, member.ranks, member.rank, member.timeout, words, which, member.stale)
+    comparison = Comparison(
+        member.store, base, member.ranks, place=member.rank, timeout=member.timeout, words=words, which=which,
+        stale=member.stale,
+    )  # fmt: skip
 
     def content() -> list[Any]:
         return [[each.fields, _with_line(call, each), each.sends, each.receives] for call, each in window]
@@ -164,8 +174,8 @@ def _compare(member: _Member, window: list[tuple[Call, Descriptor]]) -> str:
 def _digest(descriptors: Sequence[Descriptor], rank: int) -> bytes:
     """Return the digest of a window of calls, 16 bytes, for ``comparison.combine``."""
     # First 8 bytes: a hash of the fields, equal on all ranks if the calls are. Last 8 bytes: hashes of the rows that
-    # uneven all-to-alls send, less hashes of the rows that they expect. Over the ranks these add up to 0 modulo 2**64
-    # if every rank expects the rows that the others send it.
+    # uneven all-to-alls send, less hashes of the rows that they expect; ``rank`` enters these only. Over the ranks they
+    # add up to 0 modulo 2**64 if every rank expects the rows that the others send it.
     fields = hashlib.blake2b(b"".join(each.digest for each in descriptors), digest_size=8).digest()
     rows = 0
     for place, each in enumerate(descriptors):  # Python hashes tuples of integers alike in every process
@@ -176,16 +186,20 @@ def _digest(descriptors: Sequence[Descriptor], rank: int) -> bytes:
 
 def _listed(ranks: Sequence[int]) -> str:
     """Return the ranks of a group as text: ``[0, 3, 2]`` in group order, or from 17 ranks on the runs ``0-31, 40``."""
+    # ``named_ranks`` begins with the word "ranks", which the callers write themselves.
     return str(list(ranks)) if len(ranks) <= _MAX_LISTED else named_ranks(sorted(ranks)).partition(" ")[2]
 
 
 def _first_difference(windows: Sequence[Any], member: _Member, first: int) -> str:
-    """Return a table of the first call in which the windows of all ranks differ; they begin with call ``first``.
+    """Return a table of the first call in which the windows of all ranks differ, which begin with call ``first``.
+
+    Returns a table of the windows' lengths if they differ in that only, and an empty text if they agree.
 
     Args:
         windows: by rank of the group, its calls, each as ``[fields, words, sends, receives]``.
     """
     for place, calls in enumerate(zip(*windows, strict=False)):
+        # The digest stays empty: ``difference`` compares the fields and the rows.
         descriptors = [Descriptor(fields, words, b"", tuple(sent), tuple(got)) for fields, words, sent, got in calls]
         if differ := difference(descriptors):
             table = table_of({rank: each.text for rank, each in zip(member.ranks, descriptors, strict=True)})

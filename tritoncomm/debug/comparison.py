@@ -28,8 +28,8 @@ _FIRST_PAUSE = 0.05  # seconds; a rank that comes to a call that has failed read
 _LONGEST_PAUSE, _LATE_PAUSE = 1.0, 0.1  # seconds between two looks for a verdict
 _LONGEST_LOOK = 5.0  # seconds between two looks for a reason
 _CLAIMED = 10.0  # seconds that a rank waits for the table of a timeout that another rank makes
-_AGREED, _DIFFERENT = b"+", b"?"
-_UNEQUAL = b"\xff" * 8
+_AGREED, _DIFFERENT = b"+", b"?"  # verdicts; any other verdict is the text of a failure
+_UNEQUAL = b"\xff" * 8  # in place of first halves that are not equal
 
 
 def combine(digests: Sequence[bytes]) -> bytes:
@@ -122,9 +122,10 @@ class Comparison:
         """Wait for the verdict, and return it; then delete ``own``, the key that this rank has set, if any."""
         # A rank waits for its parent in the tree, in a report for the first rank.
         key, parent = f"{base}/verdict", (self.place - 1) // FANOUT if base == self.base else 0
+        # The key is empty: the parent's verdict is awaited, and no digest of it.
         stall = self._stall(base, [["", self.ranks[parent]]] if self.place else [])
         try:
-            values = self.store.read([key], stall.pause, self._left)
+            values = self.store.read([key], stall.pause, abandoned=self._left)
         finally:
             stall.end()
             if own:
@@ -155,10 +156,13 @@ class Comparison:
     def _stall(self, base: str, awaited: list[list[Any]], verdict: str = "") -> "Stall":
         """Begin to watch a wait for the ranks ``awaited`` (see ``Blocked``), or until the key ``verdict`` is set."""
         mine = Blocked(base, f"{self.words}{self.which}", awaited)
-        return Stall(self.store, mine, self.timeout, self._fail_late, verdict, world=len(self.ranks))
+        return Stall(
+            self.store, mine, timeout=self.timeout, fail_late=self._fail_late, verdict=verdict, world=len(self.ranks)
+        )
 
     def _fail_late(self, base: str) -> None:
         """Set a verdict that names the ranks that did not come within the timeout."""
+        # ``which`` is ``, call 3 of group ...``: it stands in the first line of the text, and not in the table.
         # By rank: the call of a rank that came, or the call in which a missing rank is blocked.
         texts: dict[int, str] = {}
         absent = []
@@ -182,7 +186,7 @@ def fail(store: JobStore, base: str, text: str) -> None:
     # The incarnation of the group (see ``check``) is closed before the verdict is set. So a rank that comes after the
     # verdict opens the next one, whether or not the ranks of this call have left it by then.
     name, at, incarnation = base.removesuffix("/report").rpartition("/")[0].rpartition("@")
-    if at:
+    if at:  # ``base`` is ``NAME@INCARNATION/COUNT``; groups without an incarnation, and channels, have none to close
         store.replace(f"{name}/open", incarnation, "")
     store.set_once(f"{base}/verdict", text)
 
@@ -264,6 +268,7 @@ class Stall:
         if not self._is_published:
             self.store.publish(self.mine._replace(awaited=[]) if has_threads else self.mine)
             self._is_published = True
+        # A key stands for a digest that this rank awaits; it is empty where the rank awaits a verdict.
         searches = not has_threads and any(key or self._is_elsewhere(rank) for key, rank in self.mine.awaited)
         if not (searches and fail_circle(self.store, self.mine)) and self.fail_late is not None:
             _fail_ended(self.store, self.mine)

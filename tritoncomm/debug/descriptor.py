@@ -83,6 +83,7 @@ def describe(
         dtype: of the (first) tensor; None without a tensor.
         arguments: of the kind, in the order of ``KINDS``.
     """
+    # The cache needs hashable arguments: a list of shapes becomes a tuple.
     shapes = tuple(map(tuple, shape)) if type(shape) is list else shape
     return _describe(name, kind, shapes, dtype, arguments, world, rank, device)
 
@@ -91,6 +92,7 @@ def describe(
 def _describe(
     name: str, kind: str, shape: Any, dtype: Any, arguments: tuple[Any, ...], world: int, rank: int, device: str
 ) -> Descriptor:
+    """Make the descriptor of ``describe``, from hashable arguments."""
     given = dict(zip(KINDS[kind], arguments, strict=True))
     fields = {"function": name, "collective": kind, "device": device}
     if dtype is not None:
@@ -101,6 +103,7 @@ def _describe(
         uneven = given["in_sizes"] is not None or given["out_sizes"] is not None
         if uneven:  # even calls of equal shapes fit together
             sends, receives = _rows(shape, given["in_sizes"], world), _rows(shape, given["out_sizes"], world)
+        # A tensor that contradicts its own sizes keeps its dim 0 in the field, as in ``_uneven_dim``.
         fits = bool(shape) and sum(sends) == shape[0]
         fields |= {"shape": _shape(shape, 0 if uneven and fits else None), "sizes": "given" if uneven else "even"}
         fields["exchange"] = "flat" if given["node_size"] is None else f"over nodes of {given['node_size']} ranks"
@@ -111,6 +114,7 @@ def _describe(
     elif kind == "reshard":  # of which every rank has other shards, or none
         fields = {"function": name, "collective": kind, "plan": given["plan"]}
     elif kind in ("to_heads", "to_sequence"):
+        # Each rank has its own number of positions before ``to_heads``, and of heads (dim 2) before ``to_sequence``.
         dim = given["layout"].seq_dim if kind == "to_heads" else 2
         fields["shape"] = ", ".join(_shape(each, dim) for each in shape)
         fields["layout"] = as_json(given["layout"])
@@ -138,6 +142,7 @@ def _plain(kind: str, shape: Any, given: dict[str, Any], world: int, rank: int) 
     sizes, dim = given.get("sizes"), given.get("dim")
     differs = None
     if sizes is not None and isinstance(dim, int) and shape and -len(shape) <= dim < len(shape):
+        # Size of one rank's part: an all-gather starts from a part, the other kinds from the whole dim.
         own = shape[dim] if kind == "all_gather" else shape[dim] // world
         if len(sizes) == world and all(size == own for size in sizes):
             sizes = None  # the even collective
@@ -201,5 +206,6 @@ def _rows_match(descriptors: Sequence[Descriptor]) -> bool:
     """Whether each rank expects from each rank, itself included, as many rows as that one sends to it."""
     ranks = range(len(descriptors))
     if any(len(each.sends) != len(ranks) or len(each.receives) != len(ranks) for each in descriptors):
-        return math.prod(map(len, (each.sends for each in descriptors))) == 0  # refused by the call itself
+        # True where a rank has no list of rows, which its call rejects; False where a list has a wrong length.
+        return math.prod(map(len, (each.sends for each in descriptors))) == 0
     return all(descriptors[a].sends[b] == descriptors[b].receives[a] for a in ranks for b in ranks)

@@ -186,6 +186,7 @@ class Flight:
         try:  # the program's frame is at ``depth`` for most calls, so there is no walk over frames
             frame = _frame(depth if _current_node() is None else depth - 1)  # the frame of our backward comes sooner
             code, offset = frame.f_code, frame.f_lasti
+            # Not 0: a file of torch or of this package.
             if sources[code.co_filename] or code.co_name == "<genexpr>":
                 code, offset = site_above(frame)
             del frame  # it keeps tensors
@@ -196,6 +197,8 @@ class Flight:
             last = self.last[thread]
         except KeyError:
             last = self.last[thread] = [thread, None, 0]
+        # ``last[0]`` equals ``thread``: entries share one int object. ``end`` and ``failed`` fill in the last fields:
+        # end, path, bytes copied, bytes sent, error.
         last[1] = entry = [
             count, name, kind, group_name, shape, dtype, arguments, code, offset, last[0], _time(), 0, "", 0, 0, "",
         ]  # fmt: skip
@@ -290,6 +293,7 @@ def write_on(reason: str) -> Path | None:
     # A process without calls may be a worker of a rank, whose record it would replace.
     if not variables.FLIGHT.value[0] or not flight.entries:
         return None
+    # The progress before the write: a call that is made during it counts as a change since.
     is_news, progress = reason != PERIODIC or flight.reason != PERIODIC, flight.progress()
     flight.reason = reason
     try:
@@ -346,7 +350,7 @@ def _open_entries(before: int) -> list[tuple[int, Entry]]:
         if thread in frames and _is_inside(frames[thread]):
             under_way.append((since, entry))
         elif not entry[_END]:
-            entry[_ERROR] = _REFUSED  # so that nobody looks for it again
+            entry[_ERROR] = _REFUSED  # it raised before it sent anything; so marked, nobody looks for it again
     frames.clear()  # this frame is in the dict: the circle would keep the frames of all threads, and their groups
     return under_way
 
@@ -370,6 +374,7 @@ def _snapshot(reason: str) -> dict[str, Any]:
         # This changes the record in memory: such a call has neither ended nor runs, so it was rejected.
         if not entry[_END] and not entry[_ERROR] and id(entry) not in under_way:
             entry[_ERROR] = _REFUSED
+    # ``first`` is the number of the oldest kept call among all calls of this rank.
     calls, first = list(map(Call._make, entries)), sum(counts.values()) - len(entries) + 1
     names, (rank, world) = {call.group for call in calls}, _place(flight.place)
     places: dict[tuple[int, int], tuple[str, int]] = {}

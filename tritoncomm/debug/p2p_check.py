@@ -126,11 +126,14 @@ class CheckedHop:
         transfer, store = self._transfers[key], self._store
 
         def ready() -> bytes | None:
-            theirs = store.get(transfer.peer_key)  # first: an end that closes the channel sets later keys after that
+            # The peer's key first: an end that closes the channel sets keys of its later steps after the verdict. In
+            # the other order this rank could miss the verdict and then take such a key for an open channel's.
+            theirs = store.get(transfer.peer_key)
             return store.get(transfer.verdict) or theirs
 
         # No error if the other end is late: the transfer itself waits for it, up to the group's timeout. Meanwhile
-        # other ranks can read this rank's whereabouts.
+        # other ranks can read this rank's whereabouts. A peer's key is a JSON list, and a verdict is plain text;
+        # ``problem`` compares the contents after the transfer.
         found = _poll(ready, Stall(store, transfer.mine, in_helper=in_helper))
         if found is None:
             store.publish(transfer.mine)
@@ -148,7 +151,10 @@ class CheckedHop:
             self._store.set_once(transfer.verdict, _with_remedy(f"{text} its {transfer.words}: {why}"))
 
     def problem(self, key: str) -> str:
-        """Compare the tensors that both ends of a completed transfer named, and return their difference as text."""
+        """Compare the tensors that both ends of a completed transfer named, and return their difference as text.
+
+        The text is empty if they agree, and if the receiver is late: ``earlier`` compares them later.
+        """
         if key not in self._transfers:
             return ""
         transfer, store = self._transfers.pop(key), self._store
@@ -173,6 +179,7 @@ class CheckedHop:
         self._store.delete(transfer.peer_key)
         their_key, listed, their_words = json.loads(content)
         theirs, ours = Content(*listed), transfer.content
+        # ``fits`` is a method of the receiver's content, and takes the sender's.
         fits = theirs.fits(ours) if transfer.key.startswith("send") else ours.fits(theirs)
         if their_key == PAIRS[transfer.key] and fits:
             return ""
@@ -198,7 +205,7 @@ def _poll(ready: Callable[[], bytes | None], stall: Stall | None = None) -> byte
     """Call ``ready`` until it returns a value, and return it; None after ``LONGEST_WAIT`` seconds without one."""
     # Polling, not a blocking read as in ``comparison``: a peer that never comes would hold a blocked read. A stall
     # looks for a circle at least once before the wait is given up.
-    begun, pause = time.monotonic(), 5e-5
+    begun, pause = time.monotonic(), 5e-5  # seconds
     try:
         while (value := ready()) is None:
             waited = time.monotonic() - begun

@@ -196,7 +196,7 @@ def _after_step(optimizer: Optimizer, *args: Any) -> None:
         names = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
         parameters |= dict(zip(names, group["params"], strict=True))
     if any(map(_has_layout, parameters.values())):
-        compare_by_layout(parameters, None, True, name)
+        compare_by_layout(parameters, pg=None, data_parallel=True, name=name)
 
 
 def _follow_check_mode() -> None:
@@ -225,12 +225,15 @@ def _difference(each: _Comparison, parameters: Mapping[str, Any], fingerprints: 
     hashes = [int.from_bytes(digest, "big", signed=True) for digest in digests]
     # A row per parameter: digest of the bits, bits of the 2-norm, hash of name, shape and dtype.
     table = torch.cat([table, table.new_tensor(hashes).view(-1, 1)], 1)
-    counts = eager.all_gather(table.new_tensor([len(signature)]), 0, each.group, None, "check_replicas").tolist()
+    count = table.new_tensor([len(signature)])
+    counts = eager.all_gather(count, dim=0, group=each.group, sizes=None, name="check_replicas").tolist()
     common = min(counts)
     if common:
-        tables = eager.all_gather(table[:common].unsqueeze(0), 0, each.group, None, "check_replicas").cpu()
+        rows = table[:common].unsqueeze(0)
+        tables = eager.all_gather(rows, dim=0, group=each.group, sizes=None, name="check_replicas").cpu()
     else:
         tables = torch.empty(len(counts), 0, 3, dtype=torch.int64)
+    # Places of the parameters whose bits differ (column 0), and whose name, shape or dtype differs (column 2).
     differ, others = ((tables[..., i] != tables[0, :, i]).any(0).nonzero().flatten().tolist() for i in (0, 2))
     if others or max(counts) > common:
         place = others[0] if others else common
@@ -249,13 +252,14 @@ def _texts_of(text: str, like: Tensor, each: _Comparison) -> str:
     ``like`` is a tensor on the device of the comparison.
     """
     padded = torch.tensor([list(text.encode()[:_MAX_TEXT].ljust(_MAX_TEXT))], dtype=torch.uint8).to(like.device)
-    rows = eager.all_gather(padded, 0, each.group, None, "check_replicas").cpu().tolist()
+    rows = eager.all_gather(padded, dim=0, group=each.group, sizes=None, name="check_replicas").cpu().tolist()
     texts = {rank: bytes(row).decode(errors="replace").rstrip() for rank, row in zip(each.ranks, rows, strict=True)}
     return ", ".join(f"{text} on {named_ranks(ranks)}" for text, ranks in by_text(texts))
 
 
 def _by_rank(column: Tensor, ranks: Sequence[int]) -> str:
-    """Return ``norm 2 on ranks 0-2, norm 3 on rank 3`` of the distinct digests; ``column`` has a row per rank."""
+    """Return ``norm 2 on ranks 0-2, norm 3 on rank 3`` of the distinct digests; ``column`` is ``[ranks, 3]``."""
+    # A row is one of ``_difference``: digest, bits of the 2-norm, hash.
     norms = dict(zip(ranks, column[:, 1].contiguous().view(torch.float64).tolist(), strict=True))
     digests = dict(zip(ranks, map(str, column[:, 0].tolist()), strict=True))
     return ", ".join(f"norm {norms[having[0]]:.9g} on {named_ranks(having)}" for _, having in by_text(digests))
@@ -281,6 +285,7 @@ def _fingerprint(x: Tensor, weights: Tensor) -> Tensor:
     digest, squares = weights.new_zeros(()), torch.zeros((), dtype=torch.float64, device=x.device)
     for part in x.split(len(weights)):
         bits = part.view(_BITS[x.element_size()]).to(torch.int64) + weights[: len(part)]
+        # The factor makes the digest depend on the order of the chunks.
         digest = digest * _MULTIPLIERS[1] + _mixed(bits).sum()
         numbers = part.view(torch.uint8) if part.dtype in _PACKED else part
         squares += numbers.to(torch.float64).square().sum()

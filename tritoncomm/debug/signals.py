@@ -106,7 +106,7 @@ def _install_handlers() -> None:
     if usable:
         if _pipe is None:
             _pipe = os.pipe()
-            os.set_blocking(_pipe[1], False)
+            os.set_blocking(_pipe[1], False)  # Python accepts no other wakeup descriptor
             _start_thread(_read, "signals")
         _program_fd = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
 
@@ -229,6 +229,7 @@ def _become_rank() -> None:
 
 def _watch() -> None:
     """Watch the calls of this process for ever; the function of the watchdog's thread."""
+    # ``last_call`` and ``last_collective`` are the start times of the latest ones that were reported.
     recorder, last_call, last_collective = Recorder(), 0, 0
     due = time.monotonic() + PERIOD
     while True:

@@ -119,6 +119,7 @@ class JobStore:
 
     def set_once(self, key: str, value: str | bytes) -> bytes:
         """Set ``key`` if it has no value, and return the value that it then has: this one, or the earlier one."""
+        # torch sets the key if it is missing or has the expected value, which is empty here.
         return self._store.compare_set(self._prefix + key, "", value)
 
     def replace(self, key: str, old: str, new: str) -> None:
@@ -178,7 +179,8 @@ class JobStore:
             if reading.wait(0.1) is not None:
                 self._idle.append(reading)
                 break
-        # Without a value for other ranks the missing keys are deleted again.
+        # Without a value for other ranks the missing keys are deleted again. A key that its owner has set meanwhile
+        # does not have the filler, and stays.
         for name in [] if abandoned else names:
             self._store.compare_set(name, _PASSED_OVER, _MISSING)
             if self._store.compare_set(name, _MISSING, _MISSING) == _MISSING.encode():
@@ -198,7 +200,9 @@ class JobStore:
         base = f"{name}/{ends[0]}-{ends[1]}"
         reference, number = self._channels.get(base, (None, 0))
         if reference is None or reference() is not group:
-            # A rank that has not used the channel cannot tell whether it was closed for this group or for one before.
+            # A rank that has not used the channel cannot tell whether it was closed for this group or for one before:
+            # it takes number 0, and the verdict of an earlier group refuses its first transfer too. Without a verdict
+            # the number stays, and the counts of its transfers go on.
             while reference is not None and self.has(f"{base}@{number}/verdict"):
                 number += 1
             # A group of the same name that is made afterwards has a new channel, with the next number.
@@ -276,6 +280,7 @@ def last_of(store: Any, root: str, rank: int, world: int, text: str) -> list[byt
     if first != text.encode():
         store.set(f"{key}/{rank}", text)
         store.add(f"{key}/others", 1)
+    # Adding 0 reads the number of ranks whose text differs from the first one.
     if store.add(key, 1) != world or not store.add(f"{key}/others", 0):
         return None
     names = (f"{key}/{other}" for other in range(world))

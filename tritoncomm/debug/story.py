@@ -48,6 +48,7 @@ def story(records: Sequence[Record]) -> list[str]:
     ):
         lines += [f"{named_ranks(ranks)}: {line}" for line, ranks in by_text(texts) if line]
     lines = lines or ["the records agree, and no call was under way when they were written"]
+    # The files may hold anything, so control characters are escaped.
     return ["".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines]
 
 
@@ -88,7 +89,7 @@ def _first_difference(group: str, records: Sequence[Record]) -> list[str]:
     for ranks, holders in by_ranks(group, records).items():
         # The first call that the records of all ranks with calls of the group still have.
         oldest = max(each.oldest(group) for each in holders)
-        first: dict[int, int] = {}
+        first: dict[int, int] = {}  # by count: the hash in the first record that has the call
         differing = set[int]()
         for each in holders:
             hashes = each.hashes[group]
@@ -136,7 +137,8 @@ def _missing_call(group: str, ranks: Sequence[int], holders: Sequence[Record], r
 
     ``ranks`` are empty where they are not known; ``holders`` are records of these ranks with calls over the group.
     """
-    # Pipeline stages make different numbers of steps, so groups with p2p steps are left out.
+    # Pipeline stages make different numbers of steps, so groups with p2p steps are left out; their hash is the one of
+    # ``fields_compared`` in ``trace._summary``.
     hop = hash(repr({"kind": "hop"}))
     if any(hop in each.hashes[group].compared for each in holders):
         return ""
@@ -169,6 +171,7 @@ def _message_lines(group: str, records: Sequence[Record], joined: _Joined) -> li
         ):
             if end is not None and (step := (rank, group, end.call["count"])) in open_ones:
                 peers = joined.setdefault(step, {})
+                # A peer joined the step if it posted the other end of every message between the two.
                 peers[peer] = peers.get(peer, True) and other is not None
         if each.received is None:
             continue

@@ -203,6 +203,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 def _problem(value: Any, kind: Any) -> str:
     """Return the first place where a value is not of its kind: ``.calls[3].line is 'x'``; empty if all are."""
+    # ``kind`` is a description in the form of ``_CALL`` and ``_RECORD`` above.
     expected = kind if isinstance(kind, type) else _JSON_TYPES[type(kind)]
     if expected is not object and (type(value) is not expected or (expected is int and value not in kind)):
         return f" is {reprlib.repr(value)}"
@@ -251,6 +252,7 @@ class Message(NamedTuple):
         if self.sent is None or self.received is None or self.sent.specs is None or self.received.specs is None:
             return True
         sent, received = self.sent.specs, self.received.specs
+        # Pairs of the two ends' shapes, and of their dtypes; None stands for an unknown one.
         values = [pair for specs in zip(sent, received, strict=False) for pair in zip(*specs, strict=True)]
         return len(sent) == len(received) and all(None in pair or pair[0] == pair[1] for pair in values)
 
@@ -304,6 +306,7 @@ def write_perfetto(records: Sequence[Record], file: Path) -> None:
 
 def _events(records: Sequence[Record]) -> Iterator[dict[str, Any]]:
     """Yield the events of the trace of all ranks: the calls and their arrows rank by rank, then the messages."""
+    # ``ph`` is the kind of an event: M metadata, X a span; s, t and f begin, continue and end an arrow.
     origin = min((each.start for each in records if each.hashes), default=0)
 
     def event(rank: int, call: Call, **fields: Any) -> dict[str, Any]:

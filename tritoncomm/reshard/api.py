@@ -108,6 +108,8 @@ def reshard_as(
         options: its ``dtype``, ``bucket_bytes`` and ``grad``.
     """
     process_group = dist.group.WORLD if group is None else participants_of(group, name).group
+    # ``looks`` are the values by which an equal call is recognised: it runs the earlier plan, and only its tensors are
+    # checked.
     looks = None if out is not None else _look(name, tensors, source, target, options)
     if looks is not None and process_group is not None and (recent := _recent_plan(process_group, looks)) is not None:
         try:
@@ -115,7 +117,7 @@ def reshard_as(
         except CommError:
             pass  # found again below, where the other ranks hear of it
         else:
-            return in_form_of(tensors, recent.run(sources, None), recent.wraps)
+            return in_form_of(tensors, recent.run(sources, out=None), recent.wraps)
     dtype, bucket_bytes, grad = options
     request, plan = planned(
         name, participants_of(group, name), tensors, source, target,
@@ -126,7 +128,7 @@ def reshard_as(
         calls[looks] = plan
         if len(calls) > _CALLS:
             calls.popitem(last=False)
-    results = plan.run(request.tensors, None if out is None else request.outs)
+    results = plan.run(request.tensors, out=None if out is None else request.outs)
     return in_form_of(tensors, results, request.wraps) if out is None else out
 
 
@@ -134,7 +136,7 @@ def _look(name: str, tensors: Any, source: Any, target: Any, options: tuple[Any,
     """Return the values that a call's plan depends on, for plain tensors and layouts; None if it has to be read."""
     # Reading and checking the arguments of a few tensors takes the host as long as their exchange.
     dtype, bucket_bytes, grad = options
-    names: Any = None
+    names: Any = None  # of one tensor; the names of a dict, the length of a sequence
     if type(tensors) in _PLAIN:
         values = (tensors,)
     elif type(tensors) is dict:
@@ -143,6 +145,7 @@ def _look(name: str, tensors: Any, source: Any, target: Any, options: tuple[Any,
         names, values = len(tensors), tensors
     else:
         return None
+    # A side is one layout of all tensors, or one per tensor. Any other has to be read.
     sides = []
     for side in (source, target):
         if not isinstance(side, Layout):
@@ -265,9 +268,9 @@ class ReshardPlan:
             ArgumentError: other tensors or dtypes, or a gradient where the plan has none.
         """
         if out is None:
-            return in_form_of(tensors, self.run(self.checked(tensors), None), self.wraps)
+            return in_form_of(tensors, self.run(self.checked(tensors), out=None), self.wraps)
         outs = self._pairs(out)
-        self.run(self.checked(tensors, outs), [x for _, x in outs])
+        self.run(self.checked(tensors, outs), out=[x for _, x in outs])
         return out
 
     def checked(self, tensors: Any, outs: Sequence[tuple[Any, Tensor]] = ()) -> list[Tensor]:

@@ -92,7 +92,7 @@ def runs_of(kind: str, bounds: Sequence[int], world: int, name: str) -> Runs:
         start, size = first + low, np.minimum(low + run, length) - low
     elif kind == "striped":
         start, size = first + rank, np.maximum(0, -(-(length - rank) // world))
-    else:
+    else:  # zigzag; ``full`` has no runs
         uneven = np.nonzero(length % (2 * world))[0]
         if len(uneven):
             which = "the sequence" if len(length) == 1 else f"sequence {uneven[0]}"
@@ -158,6 +158,7 @@ def _ranges(boxes: Boxes, dim: int, period: int) -> Boxes:
     # dim.
     head = top, left, (left > 0).astype(np.int64), np.minimum(width, left + size) - left, zeros
     body = full, zeros, np.maximum(bottom - full, 0), width, full * period - low
+    # Inside of one row a range is a head alone, or, from the start of the row on, a tail alone.
     tail = bottom, zeros, (bottom * period >= low).astype(np.int64), right, bottom * period - low
     return _assembled(boxes, dim, np.stack([head, body, tail], -1))
 
@@ -199,7 +200,7 @@ def distinct_rows(rows: Array) -> tuple[Array, Array]:
     Returns:
         The distinct rows in lexicographic order, as indices of their first occurrences; and the group of every row.
     """
-    if not rows.size:
+    if not rows.size:  # rows without columns are all equal
         return np.arange(min(len(rows), 1)), np.zeros(len(rows), np.int64)
     order = np.lexsort(rows.T[::-1])  # stable, so that the first of equal rows comes first
     opens = np.ones(len(rows), bool)

@@ -40,6 +40,7 @@ def buffer_layouts(tensors: Tensors, shards: Mapping[int, Sequence[int]]) -> dic
     ranks, edges = checked_ints(shards, "buffer_layouts: ranks"), checked_pairs(pairs, name)
     layouts = {}
     for key, (first, shape) in checked.items():
+        # Elements of the tensor, not of the buffer; none for a shard that ends before it or begins behind it.
         low, high = np.clip(edges - first, 0, math.prod(shape))
         layouts[key] = FlatLayout(shape, ranks, np.arange(len(ranks)), low, high)
     return layouts

@@ -93,6 +93,7 @@ class BucketStep:
             tables.blocks_of(bucket.send, bucket.send.start),
             tables.blocks_of(bucket.staged, bucket.staged.source, sent),
         )
+        # A table comes with the indices of its tensors, the first two fields of a pass; it is None without blocks.
         pack = tables.table_of(packed, strides[0], carried)
         self._pack = None if pack is None else _Pass("gather_segments", *pack)
         unpacked = tables.concatenated(
@@ -107,8 +108,11 @@ class BucketStep:
             groups = [(pieces.pick(~adds), False), (pieces.pick(adds), True)]
         unpacks = [(tables.table_of(blocks, strides[1], carried), accumulate) for blocks, accumulate in groups]
         self._unpacks = [
-            _Pass("scatter_segments", *table, accumulate, plan.sums) for table, accumulate in unpacks if table
+            _Pass("scatter_segments", *table, accumulate=accumulate, sums=plan.sums)
+            for table, accumulate in unpacks
+            if table
         ]
+        # Blocks that are copied into their results, and blocks that are added to what other buckets bring.
         pairs = tables.pairs_of(bucket.direct, strides)
         self._direct, self._summed = (
             [pair for pair in pairs if (pair.tensor in plan.accumulated) is adds] for adds in (False, True)
@@ -117,6 +121,7 @@ class BucketStep:
         self._copies = None if copies is None else _Pass("copy_segments", *copies)
 
     def __bool__(self) -> bool:
+        """Whether a step has to run: some rank sends, or this rank has blocks to pack or to copy."""
         return not self._bucket.is_quiet or self._pack is not None or bool(self._direct or self._summed)
 
     def run(
@@ -134,8 +139,10 @@ class BucketStep:
         work = None
         # The exchange returns at once only if there are blocks to copy meanwhile.
         if not self._bucket.is_quiet:
-            work = executor.exchange(self._bucket, send, receive, name, bool(self._direct or self._summed))
+            has_copies = bool(self._direct or self._summed)
+            work = executor.exchange(self._bucket, send, receive, name, asynchronous=has_copies)
         if copies is not None:
+            # In turns a tensor and its result.
             path, pairs = "triton", in_turns([sources[i] for i in copies.used], [targets[i] for i in copies.used])
             copies.launch(pairs, pairs[-1])
         elif copied is not None:
@@ -230,6 +237,7 @@ class Executor:
         """Executor of the gradients: from target to source layouts, for the tensors that have a gradient."""
         items = [item.reversed() for item in self.items if item.has_grad]
         sums = self.grad == "partial" and not self.transfers.sums
+        # A problem is a text. Elements that the target left out have no gradient, and only overlaps are ambiguous.
         for item in items:
             if not sums and item.source.problem and "overlap" in item.source.problem:
                 raise UnsupportedError(
@@ -237,7 +245,7 @@ class Executor:
                     'pass grad="partial" if they are to be summed'
                 )
         participants = Participants(self.group, self.transfers.ranks, self.transfers.position)
-        return Executor(items, participants, self.bucket_bytes, self.grad, sums)
+        return Executor(items, participants, self.bucket_bytes, self.grad, sums=sums)
 
     def run(self, tensors: Sequence[Tensor], results: Sequence[Tensor] | None, name: str) -> Sequence[Tensor]:
         """Reshard the local tensors of this rank, without autograd, and return the local results.
@@ -247,7 +255,7 @@ class Executor:
             results: tensors to write into; new ones by default. They may share memory with ``tensors`` if the plan has
                 one bucket.
         """
-        started, _range = record.now(), None
+        started, _range = record.now(), None  # a profiler shows the call until ``_range`` is dropped, at the end
         if record.is_observed() and self.group is not None:
             _range = record.begin(name, "reshard", self.group, list(tensors), (self._digest,))
         # Kernels copy bits, and lazy conjugates and negatives are not in the bits.
@@ -282,13 +290,14 @@ class Executor:
         path: record.CopyPath = "view"
         for step in steps:
             taken = step.run(sources, targets, self, name)
-            path = path if taken == "view" else taken
+            path = path if taken == "view" else taken  # a step without passes changes nothing
         if results is not None:
             increment_version(results)  # kernels write below autograd, which would miss that saved tensors changed
             for x, target in zip(results, targets, strict=True):
                 if x.data_ptr() != target.data_ptr():
                     x.copy_(target)
                     copied += 2 * x.nbytes
+        # Sums over several buckets were made in fp32 or wider; see ``TransferPlan.arrives``.
         for i in self.transfers.accumulated:
             if targets[i].dtype is not self.items[i].result:
                 copied += targets[i].nbytes
@@ -378,7 +387,7 @@ class _Reshard(torch.autograd.Function):
         ctx.executor, ctx.group, ctx.name = executor, executor.group, name
         results = executor.run(tensors, None, name)
         ctx.mark_non_differentiable(*(x for x, item in zip(results, executor.items, strict=True) if not item.has_grad))
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # ``backward`` makes zeros of missing gradients itself
         ctx.like = [(x.shape, x.dtype, x.device) for x in results]
         return tuple(results)
 

@@ -106,10 +106,11 @@ class Holders:
 
     def boxes_of(self, place: int) -> Array:
         """Return the boxes of the rank at a place."""
-        return np.arange(*np.searchsorted(self.owner, [place, place + 1]))
+        return np.arange(*np.searchsorted(self.owner, [place, place + 1]))  # neighbours, as ``owner`` ascends
 
     def boxes_in(self, region: Array) -> tuple[Array, Array]:
         """Return all boxes of some regions, region by region, and for every box its index in ``region``."""
+        # ``nth`` numbers the boxes of each region from 0; ``order`` has them side by side.
         counts = self.counts[region]
         index = np.repeat(np.arange(len(region)), counts)
         nth = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -126,6 +127,7 @@ def common_boxes(source: Holders, target: Holders) -> tuple[Array, Array, Array,
     """
     other = target.members.places_of(source.members.ids)
     box = np.nonzero(other >= 0)[0]
+    # A rank has one box in each layout, so the number of a box is the place of its rank.
     box = box[np.lexsort((other[box], source.region[box]))]
     other = other[box]
     count = len(target.counts)
@@ -141,6 +143,8 @@ def on_axes(members: Members, mesh: Ints, dims: tuple[Ints, ...]) -> Holders:
         members: the ranks of the mesh, the last axis fastest.
         dims: for every sharded dim of the tensor the axes that shard it, in the order in which they do.
     """
+    # The number of a region has a rank's coordinates on the sharding axes as digits, the last one fastest; ranks that
+    # differ on other axes only hold replicas.
     coordinates = np.indices(mesh, np.int64).reshape(len(mesh), -1)
     region = np.zeros(len(members.ids), np.int64)
     for axes in dims:

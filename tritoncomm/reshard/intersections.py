@@ -50,6 +50,7 @@ class BoxIndex:
         """Return per dim the stretch of sorted boxes that may meet each of some boxes: its first place, its length."""
         result = []
         for (_, lows, highs), low, extent in zip(self._sorted, start.T, size.T, strict=True):
+            # Boxes before ``first`` end at ``low`` or before it; boxes from ``last`` on start behind the box.
             first = np.searchsorted(highs, low, "right")
             last = np.searchsorted(lows, low + extent, "left")
             result.append((first, np.maximum(last - first, 0)))
@@ -73,7 +74,8 @@ class BoxIndex:
 
 
 def first_of_part(volume: Array, parts: int, part: Array | int) -> Array:
-    """Return the first element of a part of blocks that have ``volume`` elements."""
+    """Return the first element of a part of blocks that have ``volume`` elements; for part ``parts`` their end."""
+    # Parts of many elements are whole units, and the last one has the rest.
     unit = np.where(volume >= _UNIT * _FINE * parts, _UNIT, 1)
     return np.where(part == parts, volume, volume // unit * part // parts * unit)
 

@@ -75,6 +75,7 @@ class Layout:
         *,
         is_tiling: bool = False,
     ) -> None:
+        # ``owner`` is ``[boxes]``; ``start``, ``size`` and ``at`` are ``[boxes, dims]``, ``local`` ``[ranks, dims]``.
         shape = tuple(shape)
         filled = np.nonzero(size.all(1))[0]  # empty boxes would be replicas of each other
         chosen = filled[np.argsort(owner[filled], kind="stable")]
@@ -82,6 +83,7 @@ class Layout:
         step = (1,) * len(shape) if step is None else tuple(step)
         self._check(shape, step, boxes, local)
         first, region = distinct_rows(np.concatenate([boxes.start, boxes.size], 1))
+        # Equal ranks are one object for all layouts: ``members_of`` caches it by the bytes of their numbers.
         holders = Holders(members_of(np.array(ranks, np.int64).tobytes()), boxes.owner, region)
         # Where each rank has one box that is its local tensor, as on a mesh, there are no positions to know.
         places = boxes.at, local
@@ -416,6 +418,7 @@ class FlatLayout(Layout):
             odd, elements = [int(low[outside[0]]), int(high[outside[0]])], math.prod(shape)
             raise ShapeError(f"Layout.flat: a range {odd} is not inside the {elements} elements of {list(shape)}")
         local = np.bincount(owner, high - low, len(ranks)).astype(np.int64)
+        # Elements of all ranges before, less the ones of other ranks: the position in the rank's local tensor.
         place = np.cumsum(high - low) - (high - low) - (np.cumsum(local) - local)[owner]
         extent = np.repeat(np.array(shape, np.int64)[:, None], len(low), 1)
         index, start, size = range_boxes(extent, low, high)
@@ -467,6 +470,7 @@ def _on_mesh(shape: Ints, mesh: Ints, members: Members, placements: tuple[_Place
     # Shards of a mesh tile by construction; to check it takes longer than to construct them.
     if size.all():
         return Layout._of_regions(shape, holders, start, size)
+    # Some shards are empty. They are no regions of a layout, so it numbers the regions anew from the ranks' boxes.
     start, size = start[holders.region], size[holders.region]
     return Layout(shape, members.ranks, holders.owner, start, size, np.zeros_like(start), size, is_tiling=True)
 

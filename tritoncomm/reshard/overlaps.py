@@ -29,6 +29,7 @@ def tensors_across_buckets(tensor: Array, start: Array, size: Array, bucket: Arr
     for index, boxes, _, _ in _by_tensor(tensor, *labelled):
         label = boxes[len(start)]
         if (label != label[0]).any():
+            # Without the row of the buckets and the row of their extents, which are all 1.
             meets = _meeting_pairs(np.delete(boxes, [len(start), -1], 0))
             if (meets & (label[:, None] != label)).any():
                 result.add(int(tensor[index[0]]))

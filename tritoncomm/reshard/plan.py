@@ -266,7 +266,8 @@ class TransferPlan:
         copied = 0
         for bucket in self.buckets:
             unpacked = bucket.unpacked
-            if self.sums:  # elements that are summed are written once
+            # Elements that are summed are written once. Which block a piece is of, the first result, does not matter.
+            if self.sums:
                 unpacked = distinct_blocks(*cut_at_edges(*unpacked)[1:])[:3]
             for tensor, size, itemsizes in (
                 (bucket.send.tensor, bucket.send.size, before + carried),

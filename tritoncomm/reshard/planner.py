@@ -142,6 +142,8 @@ def _classes(items: Sequence[Item], routes: _AllRoutes, world: int) -> Classes:
 
 def _is_uneven(held: _Held, classes: Array) -> bool:
     """Whether ranks of a class hold their bytes of different tensors, as ranks that divide a buffer."""
+    # By position the bytes that the rank holds. By class the bytes of its largest rank, taken for each layout anew: it
+    # is more than any rank holds where the largest rank changes from layout to layout.
     total, most = np.zeros(len(classes)), np.zeros(int(classes.max(initial=0)) + 1)
     for layout, (places, itemsize) in held.items():
         holders, of_class = layout.holders, np.zeros_like(most)
@@ -198,7 +200,7 @@ class _Planner:
             loads = self.loads.setdefault(holders, np.zeros(holders.most, np.int64))
             table = routes.table_of(loads, item.carried.itemsize)
         load_of = self._load_function(routes, table, item.carried.itemsize)
-        load, buckets = load_of(1), [0]
+        load, buckets = load_of(1), [0]  # bucket 0 has the tensors of which nothing is sent
         if load.any():
             parts = self._parts(item, load, load_of)
             buckets = self._with_room(load if parts == 1 else load_of(parts), parts)
@@ -213,6 +215,7 @@ class _Planner:
             if table is None and self.uses[routes] > 1:
                 self.bounds[routes] = bounds
             return lambda parts: bounds.nbytes(itemsize, routes.unit, parts)
+        # Every rank is a class here, the senders before the receivers, in the order of ``_load_of``.
         ends, volume = routes.remote(table)
         sender, receiver = ends
         return lambda parts: _load_of(
@@ -242,7 +245,7 @@ class _Planner:
         ``load`` are the bytes of each part that a rank of every class has, ``[classes]``.
         """
         numbers, room = np.arange(max(self.count - _OPEN, 0), self.count), self.limit - load
-        heaviest = load.argmax()  # where most full buckets are seen to be full
+        heaviest = load.argmax()  # the class in which most full buckets show that they are full
         likely = numbers[self.loaded[numbers % _OPEN, heaviest] <= room[heaviest]]
         fits = (number for number in likely.tolist() if (self.loaded[number % _OPEN] <= room).all())
         chosen = list(itertools.islice(fits, parts))
@@ -323,8 +326,8 @@ class _Planner:
             is_source[routes.places[0]] = is_target[routes.places[1]] = True
         totals = partial(_totals, self.items, self.ranks, self.every_replica, self.assigned, count)
         return TransferPlan(
-            self.items, self.ranks, self.position, tuple(buckets), not (is_source & is_target).any(),
-            self.every_replica, totals,
+            self.items, self.ranks, self.position, tuple(buckets), is_disjoint=not (is_source & is_target).any(),
+            sums=self.every_replica, count_totals=totals,
         )  # fmt: skip
 
     def _staged(self, blocks: StayingBlocks, sent: Side, received: Side) -> tuple[StayingBlocks, int, StayingBlocks]:
@@ -422,7 +425,8 @@ def _totals(
         for part, bucket in enumerate(buckets):
             piece = first_of_part(volume, len(buckets), part + 1) - first_of_part(volume, len(buckets), part)
             loads[bucket] += _load_of(sender, receiver, piece * itemsize, world, each.is_single)
-            # Whole tensors with the same routes have messages between the same ranks, so these are counted once.
+            # Whole tensors with the same routes have messages between the same ranks, so these are counted once, by a
+            # negative key. Other tensors are counted by their index.
             key = index if table is not None or len(buckets) > 1 else -1 - id(each)
             pairs[bucket].setdefault(key, (sender * world + receiver)[piece > 0])
     messages, none = np.zeros(world, np.int64), np.empty(0, np.int64)

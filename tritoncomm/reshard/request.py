@@ -148,6 +148,7 @@ def parse(
         check_locals(items, shapes, sources, outs, name, participants.rank, has_data=not is_plan)
     except CommError as problem:
         error = problem
+    # A plan is cached by its ``bucket_bytes``, so a request cannot be made without this number.
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise error or ArgumentError(f"{name}: bucket_bytes must be an int of 1 or more, not {bucket_bytes!r:.80}")
     # Partial gradients of a tensor's replicas have to be summed even if its layout is unchanged.
@@ -159,8 +160,8 @@ def parse(
         for item in items
     ])  # fmt: skip
     return Request(
-        name, participants, bucket_bytes, grad, tuple(items), tuple([x for _, x in sources]),
-        tuple([x for _, x in outs]), tuple(wraps), passes_through, error,
+        name, participants, bucket_bytes, grad, items=tuple(items), tensors=tuple([x for _, x in sources]),
+        outs=tuple([x for _, x in outs]), wraps=tuple(wraps), passes_through=passes_through, error=error,
     )  # fmt: skip
 
 
@@ -287,7 +288,7 @@ def check_locals(
             _check_memory(local, label)
         else:
             check_kind(local, label)
-        if local.shape != shape:
+        if local.shape != shape:  # also where the shape is None: no part on this rank, so the tensor must be empty
             _refuse_shape(local, shape, name, item.name, rank)
         if local.dtype != item.dtype:
             raise ArgumentError(f"{label} is {local.dtype}, but the plan is for {item.dtype}")
@@ -392,7 +393,7 @@ def executor_for(request: Request) -> Executor:
     if executor is not None and group is not None:
         plans.move_to_end(request.key)
         if error is not None:  # the other ranks compare no plans, and hear of the error in check mode alone
-            _report(name, group, request.tensors, f"refused: {error}", error)
+            _report(name, group, request.tensors, plan=f"refused: {error}", error=error)
             raise error
         return executor
     if error is None:
@@ -403,7 +404,8 @@ def executor_for(request: Request) -> Executor:
     if group is not None:
         digest = digest_of(request.moving, (name, request.bucket_bytes, request.grad, ranks))
         options = {"bucket_bytes": str(request.bucket_bytes), "grad": request.grad}
-        _report(name, group, request.tensors, "new", error)
+        _report(name, group, request.tensors, plan="new", error=error)
+        # Raises on all ranks where digests differ, or where any rank has an error.
         agree(name, group, digest, error, lambda: {item.name: str(item) for item in request.moving} | options)
     if error is not None:
         raise error
@@ -431,8 +433,9 @@ def refusing(participants: Participants, name: str) -> Iterator[None]:
     except CommError as error:
         # The other ranks may be comparing plans: without this rank they would wait for the group's timeout.
         if participants.group is not None:
-            _report(name, participants.group, (), "new", error)
-            agree(name, participants.group, bytes(16), error, dict)
+            _report(name, participants.group, (), plan="new", error=error)
+            # There is no request to hash, or to describe: the error alone makes all ranks raise.
+            agree(name, participants.group, digest=bytes(16), error=error, describe=dict)
         raise
 
 
@@ -447,7 +450,7 @@ def _report(name: str, group: ProcessGroup, tensors: Sequence[Tensor], plan: str
         # Check mode compares this with the calls of the other ranks, so that ranks with a cached plan raise, too. This
         # rank's own error is raised in place of that difference.
         _range = record.begin(name, "reshard", group, list(tensors), (plan,))
-        record.add(name, "view", 0, 0, record.now(), calls=0)
+        record.add(name, "view", bytes_copied=0, bytes_sent=0, started=record.now(), calls=0)  # ends this call
     except CommError:
         if error is not None:
             raise error from None

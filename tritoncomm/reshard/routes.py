@@ -139,11 +139,13 @@ class Routes:
 
     def __init__(self, source: Layout, target: Layout, places: tuple[Array, Array], every_replica: bool) -> None:
         self.source, self.target, self.places, self.every_replica = source, target, places, every_replica
+        # Whether one of several replicas is chosen to serve a request; if not, every slot is 0 or a replica's own.
         self.has_choice = not every_replica and source.holders.most > 1
 
     def of_rank(self, rank: int) -> Requests:
         """Return the requests of a global rank, then those of other ranks for regions that it holds."""
         source, target = self.source.holders, self.target.holders
+        # What this rank receives, and what others want of the regions that it holds: it may be the one to send these.
         held, own = source.boxes_of_rank(rank), target.boxes_of_rank(rank)
         region = target.region[own]
         met = self.source.index.meeting(self.target.start[region], self.target.size[region])
@@ -174,6 +176,7 @@ class Routes:
 
     @cached_property
     def _all_served(self) -> tuple[Array, Array]:
+        """Result of ``served`` for all requests, without a table."""
         return self.served(self.all, None)
 
     def remote(self, table: Array | None) -> tuple[Array, Array]:
@@ -240,11 +243,11 @@ class Routes:
         if self.is_single and table is None and not self.every_replica:
             # Ranks that have the same region and are in one layout only are alike.
             of, region = classes.regions(0, source, self.places[0])
-            add(of, *(each[self._kinds[1][region], 0] for each in self._slots))
+            add(of, *(each[self._kinds[1][region], 0] for each in self._slots))  # slot 0 of the region's kind of line
             of, region = classes.regions(1, target, self.places[1])
             is_source = np.zeros(classes.count, bool)
             is_source[classes.of[1][self.places[0]]] = True
-            apart = ~is_source[of]
+            apart = ~is_source[of]  # they hold nothing of what they need; the others follow, less what stays
             add(of[apart], needed[region[apart]], asked[region[apart]])
             region = target.region[held.other]
             add(classes.of[1][self.places[1][held.other]], needed[region] - held.volume, asked[region])
@@ -346,11 +349,13 @@ class Routes:
     @cached_property
     def _slots(self) -> tuple[Array, Array]:
         """Elements and number of the requests in every slot, at most: each ``[kinds of lines, most replicas]``."""
+        # The fields of ``_Line`` by name, one row per kind of line; columns are slots.
         length, span, most, requests, is_even, slots = (each[:, None] for each in self._kinds[0].T)
         slot = np.arange(self.source.holders.most + 1)
         # Request j of n equal ones is in slot (2j + 1) * slots // 2n.
         firsts = np.clip(-(-(2 * requests * slot - slots) // (2 * slots)), 0, requests)
         exact = np.diff(firsts, axis=1)
+        # A slot is ``span // slots`` long, and a request whose middle is in it may reach past both of its ends.
         bound = length if "overlap" in self.target.problem else np.minimum(length, span // slots + 1 + most)
         is_slot = slot[:-1] < slots
         elements = np.where(is_even > 0, exact * most, bound) * is_slot

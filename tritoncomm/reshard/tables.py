@@ -70,6 +70,7 @@ class Blocks(NamedTuple):
 
 def blocks_of(side: Side | StayingBlocks, start: Array, shift: int = 0) -> Blocks:
     """Return the blocks of a side, or blocks that stay, each contiguous on the wire, ``shift`` bytes further."""
+    # The strides of a contiguous block: the number of elements of all dims behind.
     gaps = np.ones_like(side.size)
     gaps[:-1] = side.size[:0:-1].cumprod(0)[::-1]
     return Blocks(side.tensor, start, side.size, side.wire + shift, gaps)
@@ -92,6 +93,7 @@ def table_of(blocks: Blocks, strides: Strides, dtypes: Sequence[torch.dtype]) ->
     # A launch takes the addresses of its tensors as arguments, so a table numbers the tensors that it has.
     tensors, place = np.unique(blocks.tensor, return_inverse=True)
     used = tuple(tensors.tolist())
+    # Blocks have leading dims of size 1 where their tensor has fewer, whose strides do not matter.
     padded = [(0,) * (len(blocks.size) - len(strides[i])) + tuple(strides[i]) for i in used]
     itemsizes = np.array([dtypes[i].itemsize for i in used], np.int64)
     rows = _segment_rows(blocks, np.array(padded, np.int64).reshape(len(used), -1)[place].T, itemsizes[place])
@@ -161,7 +163,7 @@ def pairs_of(blocks: StayingBlocks, strides: tuple[Strides, Strides]) -> list[St
     pairs: list[StridedPair] = []
     starts = zip(blocks.source.T.tolist(), blocks.target.T.tolist(), strict=True)
     for tensor, extent, start in zip(blocks.tensor.tolist(), blocks.size.T.tolist(), starts, strict=True):
-        first = len(extent) - len(strides[0][tensor])
+        first = len(extent) - len(strides[0][tensor])  # dims before it are leading ones of a smaller tensor
         views: list[Any] = []
         for at, steps in zip(start, (strides[0][tensor], strides[1][tensor]), strict=True):
             views += [steps, sum(a * step for a, step in zip(at[first:], steps, strict=True))]

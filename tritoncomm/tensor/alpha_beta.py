@@ -51,6 +51,7 @@ def measure_mesh(mesh: DeviceMesh, *, small: int = 256, large: int = 1 << 20, re
         alpha.append(max(short - 2 * slope * (k - 1) / k * small, 0.0))
         beta.append(slope)
     costs = torch.tensor([alpha, beta], dtype=torch.float64)
+    # Maxima along one axis after the other: every rank then has those of the whole mesh.
     for group in groups:
         costs = eager.all_reduce(
             costs.to(default_device(cuda_backend(group))), group, "measure_mesh", dist.ReduceOp.MAX
@@ -78,5 +79,6 @@ def _microseconds(group: ProcessGroup, size: int, repeats: int) -> float:
 
 
 def _wait(x: Tensor) -> None:
+    """Wait until the device of a tensor has completed all work; a CPU has none left."""
     if x.is_cuda:
         torch.cuda.synchronize(x.device)

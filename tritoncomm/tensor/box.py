@@ -41,6 +41,7 @@ class Box:
         ranges, sliced = list(self.ranges), {}
         for dim, begin, size in shard:
             start, count, step = ranges[dim]
+            # The first element of the progression in the shard, and the first one behind it.
             first = max(0, -((start - begin) // step))  # rounded up
             last = min(count, -((start - begin - size) // step))
             if first >= last:
@@ -108,6 +109,7 @@ def write_shard(
         box: None for no elements.
     """
     sharded = dict(parts)
+    # Along a dim of stride 0 all elements are one: a write into a part of them would show in all.
     shared = any(not memory.stride(dim) and size > 1 for dim, size in enumerate(shape) if dim not in sharded)
     if shared or (memory.is_inference() and not torch.is_inference_mode_enabled()):
         why = "elements of the shard share memory" if shared else "the shard was made in inference mode"

@@ -62,6 +62,7 @@ class ColoParameter(ColoTensor, torch.nn.Parameter):  # pyright: ignore[reportIn
 
     @classmethod
     def _rebuild(cls, data: Tensor, requires_grad: bool, state: tuple[Any, ...]) -> Any:
+        """Make a parameter from its parts, as ``ColoTensor._rebuild`` does; it starts without shared modules."""
         parameter: Any = super()._rebuild(data, requires_grad, state)
         parameter.shared_param_modules = []
         return parameter
@@ -71,12 +72,14 @@ class ColoParameter(ColoTensor, torch.nn.Parameter):  # pyright: ignore[reportIn
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # No hooks run around names with two leading underscores, as ``__get__`` of an attribute.
         name = getattr(func, "__name__", "")
         if not ColoParamOpHookManager.has_hook() or name.startswith("__"):
             return super().__torch_function__(func, types, args, kwargs)
         run, kwargs = cls._runner(types), kwargs or {}
         if run is None:
             return NotImplemented
+        # A query returns no tensor of a graph, so autograd has nothing to call the backward hooks from.
         params = params_in([*args, *kwargs.values()], ColoParameter)
         in_graph = name not in QUERIES
         return ColoParamOpHookManager.around(params, partial(run, func), tuple(args), kwargs, in_graph)

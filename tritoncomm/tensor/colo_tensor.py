@@ -68,11 +68,13 @@ class ColoTensor(layout.LocalShard):
     def _make(
         cls, data: Tensor | None, requires_grad: bool, spec: ColoTensorSpec | None, shape: Sequence[int] | None = None
     ) -> Any:
+        """Make a tensor of this class over the memory of ``data``; reject a view, whose memory is a copy."""
         data = torch.empty(0) if data is None else data
         layout.refuse_sharing(cls.__name__, data)
         return torch.Tensor._make_subclass(cls, layout.plain(data), requires_grad)._set_up(spec, shape)
 
     def _set_up(self, spec: ColoTensorSpec | None, global_shape: Sequence[int] | None = None) -> "ColoTensor":
+        """Set the layout of a spec; None is a replica over ``ProcessGroup()``."""
         self.has_initialized = spec is not None
         spec = ColoTensorSpec(ProcessGroup()) if spec is None else spec
         return self._set_layout(spec.pg, spec.dist_attr, spec.compute_attr, global_shape)
@@ -150,7 +152,9 @@ class ColoTensor(layout.LocalShard):
 
     @_is_param.setter
     def _is_param(self, value: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self._elsewhere:
+        # ``nn.Parameter(x)`` sets this on its result, which becomes a ColoParameter by a change of its class: memory
+        # and layout stay. A view keeps its class, and only notes the mark.
+        if self._elsewhere:  # a shard of another rank's file: raises
             layout.refuse_sharing("nn.Parameter", self)
         if self._is_gathered:
             self.is_marked = value
@@ -212,7 +216,7 @@ class ColoTensor(layout.LocalShard):
         shape = self.global_shape
         with torch._C.DisableTorchFunctionSubclass():
             self.data = local
-            self.grad = gradient
+            self.grad = gradient  # after the data: torch requires their shapes to be equal
         self._set_layout(self.process_group, dist_spec, self.compute_spec, shape)
 
     def set_tensor_spec(self, dist_spec: _DistSpec | None, compute_spec: ComputeSpec | None) -> None:
@@ -227,6 +231,8 @@ class ColoTensor(layout.LocalShard):
         local, spec, shape = layout.plain(self), self.dist_spec, self.global_shape
         if pg is not self.process_group and pg != self.process_group:
             exchange = exchange_between(spec, self.process_group, dist_spec, pg, shape)
+            # Shards over both process groups take one exchange, over the ranks of the larger one. Others become
+            # replicas over the old group first, and are redistributed over the new one.
             if exchange is not None:
                 larger, source, target = exchange
                 return reshard(local, source, target, group=larger.tp_process_group())
@@ -311,6 +317,7 @@ class ColoTensor(layout.LocalShard):
 
     @classmethod
     def _rebuild(cls, data: Tensor, requires_grad: bool, state: tuple[Any, ...]) -> "ColoTensor":
+        """Make a tensor of this class from its local data and ``_state()``, which has to match: nothing is checked."""
         optimizers.watch()
         pg, dist_spec, compute_spec, shape, initialized = state
         tensor: ColoTensor = torch.Tensor._make_subclass(cls, data, requires_grad)
@@ -318,6 +325,7 @@ class ColoTensor(layout.LocalShard):
         return tensor._attach(pg, dist_spec, compute_spec, shape, partitions(dist_spec, len(shape)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the local data, the layout and the coordinate of the shard, for ``rebuild``."""
         # Imported here because that module imports this one.
         from tritoncomm.tensor.pickles import rebuild
 
@@ -375,6 +383,7 @@ class ColoTensor(layout.LocalShard):
         """Return the function that runs operators on these classes; None if a class is unrelated to ColoTensor."""
         if not all(issubclass(cls, t) or issubclass(t, ColoTensor) for t in types):
             return None
+        # Views, and shards of other ranks' files, run operators in a way of their own, also beside plain ColoTensors.
         special = [t._run for t in types if issubclass(t, ColoTensor) and t._run is not ColoTensor._run]
         return special[0] if special else ColoTensor._run
 
@@ -390,5 +399,5 @@ class ColoTensor(layout.LocalShard):
 # otherwise. No public name says so; DTensor adds itself to the same list (torch 2.11 to 2.13).
 _foreach_supported_types.append(ColoTensor)
 
-_unknown: Any = object()
+_unknown: Any = object()  # None is an entry of its own: a class that is unrelated to ColoTensor
 _runners: dict[tuple[type, Any], Any] = {}

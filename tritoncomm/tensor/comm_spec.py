@@ -90,6 +90,7 @@ class CommSpec:
             self.shard_dim = gather_dim if shard_dim is None else shard_dim
 
     def _init_mix_gather(self) -> None:
+        """Check the dims and axes of a mixed gather, and make its two meshes over all ranks."""
         mesh, axes = self.sharding_spec.device_mesh, self.logical_process_axis
         if not isinstance(self.gather_dim, list | tuple) or not isinstance(axes, list | tuple):
             raise ArgumentError("CommSpec: a mixed gather needs lists of gather_dim and logical_process_axis")
@@ -97,10 +98,11 @@ class CommSpec:
             raise ShapeError(
                 f"CommSpec: a mixed gather over axes {list(axes)} needs a mesh of two axes, not {mesh.shape}"
             )
+        # Two different axes shard two dims. One axis twice stands for both axes on one dim, with this one fastest.
         if len(self.gather_dim) != 1 + (axes[0] != axes[1]):
             raise ShapeError(f"CommSpec: dims {list(self.gather_dim)} do not match axes {list(axes)}")
         self.logical_process_axes = list(axes)
-        self.device_mesh = mesh.merged((0, 1))
+        self.device_mesh = mesh.merged((0, 1))  # for the group, and the other one for the cost
         self.device_meshes = mesh.over_all_ranks()
 
     def get_comm_cost(self) -> dict[str, float]:
@@ -121,6 +123,7 @@ class CommSpec:
             forward, backward = mesh.all_gather_cost(size, self._axis()), self.shard_cost
         else:
             forward, backward = mesh.all_reduce_cost(size, self._axis()), 0
+        # These two are computed above as their adjoints, so forward and backward change places.
         if kind in ("split", "identity"):
             forward, backward = backward, forward
         backward = 0 if self.forward_only else backward
@@ -149,6 +152,7 @@ class CommSpec:
             return run_collective(tensor, self._collective(tensor, members))
         dims = [checked_dim(tensor, dim, self.comm_pattern.value) for dim in self.gather_dim]
         first, second = self.logical_process_axes
+        # Of one dim over both axes ``first`` is the fastest one, so the other comes before it.
         axes_by_dim = ((first,), (second,)) if first != second else ((1 - first, first),)
         mesh = self.sharding_spec.device_mesh
         return mixed_gather(tensor, dict(zip(dims, axes_by_dim, strict=True)), mesh, members.group)
@@ -156,13 +160,15 @@ class CommSpec:
     convert_spec_to_action = covert_spec_to_action
 
     def _axis(self) -> int:
+        """Return the axis of ``device_mesh`` over which the collective runs."""
         if self.comm_pattern is _Pattern.MIXGATHER_FWD_SPLIT_BWD:
-            return 0
+            return 0  # of the merged mesh, which has no other
         if self.logical_process_axis is None:
             raise ArgumentError(f"CommSpec: {self.comm_pattern.name} needs a logical_process_axis")
         return self.logical_process_axis
 
     def _collective(self, x: Tensor, members: Members) -> MeshCollective:
+        """Return the collective of a pattern other than the mixed gather, with its dims checked against a tensor."""
         kind, name = _KINDS[self.comm_pattern], self.comm_pattern.value
         if kind in ("all_reduce", "identity"):
             return MeshCollective(kind, members, name)

@@ -65,18 +65,18 @@ class DeviceMesh:
             raise ShapeError(f"DeviceMesh: a rank appears twice in {ranks}")
         self.mesh_alpha: Any = self._per_axis(mesh_alpha, "mesh_alpha")
         self.mesh_beta: Any = self._per_axis(mesh_beta, "mesh_beta")
-        self.init_process_group = self.need_flatten = False
+        self.init_process_group = self.need_flatten = False  # until ``_connect`` and ``_add_flattened`` set them
         self.process_groups_dict: dict[int, list[Line]] = {}
         self._members: dict[int, Members] = {}
         self._merged: dict[tuple[int, ...], DeviceMesh] = {}
         if init_process_group:
             check_ascending(self._logical_mesh_id, "DeviceMesh")
-            self._connect([])
+            self._connect(own_groups=[])
         if need_flatten:
             self._add_flattened()
 
     def _connect(self, own_groups: Sequence[dist.ProcessGroup]) -> None:
-        """Set the process groups: the given ones by axis, without them existing or new ones."""
+        """Set the process groups: ``own_groups`` by axis; if that is empty, existing groups or new ones."""
         self.process_groups_dict, self._members = groups_along(self._logical_mesh_id, own_groups)
         self.init_process_group = True
 
@@ -143,14 +143,17 @@ class DeviceMesh:
         return self._merged[merged_axes]
 
     def _merge(self, axes: tuple[int, ...]) -> "DeviceMesh":
+        """Return the mesh of ``merged``: axis 1 of ``[[0, 1, 2], [3, 4, 5]]`` gives ``[[0, 3], [1, 4], [2, 5]]``."""
         rest = [axis for axis in range(len(self.mesh_shape)) if axis not in axes]
         ids = self._logical_mesh_id.permute(*axes, *rest)
         ids = ids.reshape(-1, math.prod(self.mesh_shape[axis] for axis in rest)) if rest else ids.flatten()
+        # The axis of the rest gets the costs of the merged axes too: ``CommSpec`` asks for axis 0 only.
         costs = [max(values[axis] for axis in axes) for values in (self.mesh_alpha, self.mesh_beta)]
         alpha, beta = ([cost] * ids.dim() for cost in costs)
         mesh = DeviceMesh(self.physical_mesh_id, None, ids, alpha, beta, need_flatten=False)
         if self.init_process_group:
-            mesh._connect([])  # permuted axes may descend; `Members.order` holds the group ranks
+            # Ranks of a group ascend, and ranks along a permuted axis need not; `Members.order` has the permutation.
+            mesh._connect(own_groups=[])
         return mesh
 
     def members(self, axis: int) -> Members | None:
@@ -271,7 +274,7 @@ class FlattenDeviceMesh(DeviceMesh):
         need_flatten: bool = True,
     ) -> None:
         super().__init__(physical_mesh_id, mesh_shape, None, mesh_alpha, mesh_beta, init_process_group, need_flatten)
-        self.mesh_alpha, self.mesh_beta = max(self.mesh_alpha), min(self.mesh_beta)
+        self.mesh_alpha, self.mesh_beta = max(self.mesh_alpha), min(self.mesh_beta)  # numbers, no longer by axis
         coordinates = torch.arange(self.num_devices).view(self.mesh_shape)
         fastest_first = coordinates.permute(*reversed(range(coordinates.dim())))
         self.process_number_dict = {0: fastest_first.flatten().tolist(), 1: coordinates.flatten().tolist()}

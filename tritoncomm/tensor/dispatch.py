@@ -73,6 +73,7 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     if impl is not None:
         return impl(*args, **kwargs)
     name = getattr(func, "__name__", str(func))
+    # Attributes with a rule, as ``.T``, are operators.
     if func not in RULES and (name in QUERIES or name in _ACCESSORS):
         if name == "__get__" and getattr(func, "__self__", Tensor).__name__ in _COMPLEX_PARTS:
             return keep(func, args, kwargs, args[0])
@@ -153,6 +154,8 @@ def _run_local(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 
 def _check_assignment(func: Any, target: Any, value: Any) -> None:
     """Reject ``x.data = value`` if the layout would no longer describe it, or the memory belongs to a view."""
+    # ``func`` is the setter of any attribute; torch itself rejects a value for ``data`` that is no tensor. The memory
+    # of a view is a gathered copy: writes to it would not reach the shard. ``refuse_sharing`` raises for such a value.
     if func.__self__ is not Tensor.data or not isinstance(value, Tensor):
         return
     refuse_sharing("data =", value)
@@ -164,6 +167,7 @@ def _check_assignment(func: Any, target: Any, value: Any) -> None:
 
 
 def _refuse_reshaping(name: str) -> None:
+    """Reject an in-place change of shape or memory, which the layout would no longer describe."""
     if name in RESHAPES_IN_PLACE:
         raise UnsupportedError(f"{name} changes shape or memory under the layout; use the form that returns a tensor")
 
@@ -184,6 +188,8 @@ def _on_replicas(func: Callable[..., Any], name: str, args: Sequence[Any], kwarg
         )
     pg, first = (sharded or tensors)[0].process_group, next(iter((*args, *kwargs.values())))
     gathered: list[tuple[Any, Tensor]] = []
+    # Tensors of ``out=`` are written at the end, from stand-ins: torch resizes those, and an error leaves ``out`` as it
+    # was.
     outs = {id(x): (x, _resizable(x)) for x in colo_tensors(kwargs.get("out"))}
 
     def gather(x: Any) -> Any:
@@ -211,6 +217,7 @@ def _on_replicas(func: Callable[..., Any], name: str, args: Sequence[Any], kwarg
             return written[id(x)]
         return tensors[0]._wrap(x, pg, ReplicaSpec(), x.shape) if isinstance(x, Tensor) else x
 
+    # An operator in place returns its first argument, which is a replica here and was written.
     if writes(name) and result is not None:
         return first if is_colo(first) else result
     result = tree_map(as_replica, result)

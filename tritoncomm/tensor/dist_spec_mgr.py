@@ -32,6 +32,7 @@ def transition_between(shape: tuple[int, ...], old: _DistSpec, new: _DistSpec, p
 
 @lru_cache(maxsize=4096)
 def _transition(shape: tuple[int, ...], old: Parts, new: Parts, world: int) -> Transition:
+    """Return the transition between partitions over ``world`` ranks, checked; cached."""
     for parts in (old, new):
         check_partitions(parts, world, "redistribute")
     return Transition(shape, old, new)

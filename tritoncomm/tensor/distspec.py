@@ -86,6 +86,7 @@ def ShardSpec(dims: list[int], num_partitions: list[int]) -> _DistSpec:
 
 
 def _integers(values: list[int]) -> list[int]:
+    """Return dims or numbers of partitions as ints; take objects with ``__index__``, as numpy's integers."""
     try:
         return [value if type(value) is int else int(value.__index__()) for value in values]
     except (AttributeError, TypeError):
@@ -114,6 +115,7 @@ def check_spec(spec: Any, ndim: int) -> Parts:
 
 @lru_cache(maxsize=4096)
 def _partitions(dims: tuple[int, ...], counts: tuple[int, ...], ndim: int) -> Parts:
+    """Return ``partitions`` of a sharded spec, dims of one shard left out; cached."""
     result: dict[int, int] = {}
     for dim, count in zip(dims, counts, strict=True):
         if not -ndim <= dim < ndim:

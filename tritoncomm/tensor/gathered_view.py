@@ -75,6 +75,7 @@ class Snapshot:
         """Return the elements of the base that ``view`` shows, None for none; reject a view that has no box."""
         if not shares_storage(plain(self.base), self.memory) or self.base.partitions != self.parts:
             raise UnsupportedError(f"{name}: the shard that this is a view of has other memory now; index it again")
+        # A view of another dtype, or with lazy bits, does not show the elements as the shard has them.
         same = view.dtype == self.memory.dtype and not view.is_conj() and not view.is_neg()
         box = box_of(self.base.global_shape, view, self.offset) if self.exact and same else None
         if box is None and view.numel():
@@ -91,11 +92,11 @@ def of_gathered(result: Any, gathered: Sequence[tuple[Any, Tensor]], func: Calla
     Args:
         gathered: pairs of a sharded ColoTensor and its gathered copy, which was passed to ``func``.
     """
-    shared = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+    results = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
     sources = [
         (copy, Snapshot(base, plain(base).detach(), base.partitions, int(copy.storage_offset()), copy.is_contiguous()))
         for base, copy in gathered
-        if any(shares_storage(x, copy) for x in shared)
+        if any(shares_storage(x, copy) for x in results)
     ]
     return track(result, sources, func) if sources or _is_array(result) else result
 
@@ -125,6 +126,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _as_view(x: Tensor, snapshot: Snapshot) -> Any:
+    """Return a tensor as a ``ShardView`` of the snapshot's shard: the same memory and attributes, another class."""
     like: Any = x if is_colo(x) else snapshot.base._wrap(x, snapshot.base.process_group, ReplicaSpec(), x.shape)
     with torch._C.DisableTorchFunctionSubclass():
         view = like.as_subclass(ShardView)
@@ -174,11 +176,13 @@ def _read(func: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> An
 
 
 def _version(x: Tensor) -> int:
+    """Return the number of writes that torch has counted on a tensor; inference tensors have none."""
     with torch._C.DisableTorchFunctionSubclass():
         return 0 if x.is_inference() else x._version
 
 
 def _attribute(func: Any, args: Args) -> Any:
+    """Read an attribute of a view: ``_base`` is the ColoTensor, and tensors over the view's memory are views too."""
     view = args[0]
     if func.__self__ is Tensor._base:
         return view._snapshot.base
@@ -247,6 +251,7 @@ def _map(target: Any, func: Callable[..., Any], name: str, args: Args, kwargs: K
 
 
 def _into_shard(name: str, snapshot: Snapshot, box: Any, write: Callable[[Tensor, Slices], Any]) -> None:
+    """Call ``write(region, slices)`` with the part of a box in this rank's shard, and its slices of the view."""
     base = snapshot.base
     write_shard(name, snapshot.memory, base.global_shape, snapshot.parts, base.process_group, box, write)
 
@@ -266,6 +271,7 @@ def _set_item(target: Any, index: Any, value: Any) -> None:
     part = target[index]
     if not is_view(part):
         raise UnsupportedError(f"{index!r} has no rule for writing into a view of a sharded dim; clone() it first")
+    # Both methods come back to ``run`` with the view ``part``, and write into the shard as well.
     if isinstance(value, Tensor):
         part.copy_(without_leading_ones(value, part.dim()))
     else:
@@ -301,6 +307,7 @@ class ShardView(ColoTensor):
 
     def redistribute(self, dist_spec: _DistSpec, pg: ProcessGroup | None = None) -> ColoTensor:
         """Redistribute as any ColoTensor; a replica remains a view."""
+        # ``Tensor.detach`` stands for any operator of ``_VIEWS``: its result stays writable.
         return track(super().redistribute(dist_spec, pg), [(self, self._snapshot)], Tensor.detach)
 
     def to_dtensor(self) -> Any:

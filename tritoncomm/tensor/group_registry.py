@@ -47,6 +47,7 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
 def _find_in_torch(backend: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     """Return a group of these ranks that the program made with torch, else None."""
     for group, members in c10d._world.pg_group_ranks.items():
+        # ``members`` has the rank in the group by global rank: sorted by it, the ranks are in group order.
         if tuple(sorted(members, key=members.__getitem__)) == ranks and dist.get_backend(group) == backend:
             return group
     return None

@@ -100,6 +100,7 @@ def _reorder_blocks(x: Tensor, dim: int, order: Sequence[int] | None) -> Tensor:
 
 
 def _inverse(order: Axes | None) -> list[int] | None:
+    """Return the inverse of a permutation; None, which changes nothing, for None."""
     return None if order is None else [order.index(index) for index in range(len(order))]
 
 
@@ -112,20 +113,23 @@ def _own_memory(result: Tensor, x: Tensor, collective: MeshCollective) -> Tensor
 
 
 def _all_gather(x: Tensor, collective: MeshCollective) -> Tensor:
+    """Gather in the order of the group, and bring the blocks into the order of the axis."""
     dim, members = collective.gather_dim, collective.members
     result = _reorder_blocks(eager.all_gather(x, dim, members.group, None, collective.name), dim, members.order)
     return _own_memory(result, x, collective)
 
 
 def _split(x: Tensor, collective: MeshCollective) -> Tensor:
+    """Bring the blocks from the order of the axis into the order of the group, and keep this rank's."""
     dim, members = collective.shard_dim, collective.members
     ordered = _reorder_blocks(x, dim, _inverse(members.order))
     shard = eager.split(ordered, dim, members.group, None, collective.name)
     shared = shard is not x and shares_storage(shard, x)
-    return shard.clone() if collective.backward and shared else shard
+    return shard.clone() if collective.backward and shared else shard  # no view of a gradient
 
 
 def _all_to_all(x: Tensor, collective: MeshCollective) -> Tensor:
+    """Split ``shard_dim`` and concatenate ``gather_dim``, both in the order of the axis."""
     shard_dim, gather_dim, members = collective.shard_dim, collective.gather_dim, collective.members
     sent = _reorder_blocks(x, shard_dim, _inverse(members.order))
     received = eager.all_to_all(sent, shard_dim, gather_dim, members.group, collective.name)

@@ -20,6 +20,7 @@ __all__ = ["Path", "shortest_path"]
 
 Axes = tuple[int, ...]
 Layout = tuple[Axes, ...]
+"""By dim, the mesh axes that shard it, the first one slowest."""
 CommKwargs = dict[str, Any]
 _Pattern = CollectiveCommPattern
 
@@ -145,13 +146,14 @@ class _Search:
     def _edges(self, layout: Layout) -> Iterator[tuple[Layout, CommKwargs]]:
         """Yield every layout one step away, with the arguments of the step."""
         free = [axis for axis in range(len(self.mesh.mesh_shape)) if axis not in itertools.chain(*layout)]
+        # Every choice of free axes in every order.
         added = [axes for count in range(1, len(free) + 1) for axes in itertools.permutations(free, count)]
         for dim, axes in enumerate(layout):
             for more in added:
                 grown = (*axes, *more)
                 if self._divides(dim, grown):
                     yield _with(layout, {dim: grown}), _arguments(_Pattern.SPLIT_FWD_GATHER_BWD, dim, dim, more)
-            for count in range(len(axes)):
+            for count in range(len(axes)):  # axes that stay; the others are gathered, or move to another dim
                 left_axes, moved_axes = axes[:count], axes[count:]
                 yield _with(layout, {dim: left_axes}), _arguments(_Pattern.GATHER_FWD_SPLIT_BWD, dim, dim, moved_axes)
                 for other, present in enumerate(layout):
@@ -160,6 +162,7 @@ class _Search:
                         yield after, _arguments(_Pattern.ALL2ALL_FWD_ALL2ALL_BWD, dim, other, moved_axes)
         sharded = [(dim, list(axes)) for dim, axes in enumerate(layout) if axes]
         if len(self.mesh.mesh_shape) == 2 and not free:
+            # Both axes are in use, by two dims or by one; dim -1 without axes stands for the missing second one.
             gather_dim, axes = mix_gather_simulator(sharded[0], sharded[1] if len(sharded) > 1 else (-1, []))
             kwargs = _arguments(_Pattern.MIXGATHER_FWD_SPLIT_BWD, gather_dim, None, axes)
             yield ((),) * len(layout), kwargs

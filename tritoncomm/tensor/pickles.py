@@ -49,6 +49,7 @@ class LoadedShard(ColoTensor):
 
     @staticmethod
     def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a query, a copy or a cast of a loaded shard; raise for any other operator."""
         name, first = getattr(func, "__name__", ""), args[0] if args else None
         if isinstance(first, LoadedShard) and (name in _ASKS or name in KEEPS_LAYOUT):
             result = dispatch.run(func, args, kwargs)
@@ -107,6 +108,8 @@ def rebuild(name: str, data: Tensor, requires_grad: bool, state: tuple[Any, ...]
         raise ShapeError(f"a damaged file: {list(data.shape)} is no shard of {list(shape)} in {spec}")
     tensor = _CLASSES[name]._rebuild(data, requires_grad, state[: len(kinds)])
     if coordinate is not None and parts and (elsewhere := _elsewhere(pg, coordinate, shape)):
+        # The text is not empty: this rank holds another shard. The change of class makes operators on it raise;
+        # ``saved_as`` keeps the saved class for the next file.
         tensor.__class__ = LoadedShard
         tensor.coordinate, tensor.saved_as, tensor._elsewhere = coordinate, name, elsewhere
     return tensor
@@ -132,6 +135,7 @@ def _elsewhere(pg: ProcessGroup, coordinate: tuple[int, int], shape: tuple[int, 
     index, count = coordinate
     what, ranks = f"shard {index} of {count} of a tensor {list(shape)}, from another rank's file", pg.tp_rank_list()
     world = list(range(dist.get_world_size()))
+    # A process group of some ranks of this job has its group here; one of another job has none.
     if pg.ranks_in_group() != world and (ranks is None or lookup(dist.get_backend(), tuple(ranks)) is None):
         _warn_once(f"this file is of {len(pg.ranks_in_group())} ranks, and the job has {len(world)}. {_REMEDY}")
         return f"{what} and another number of ranks. {_REMEDY}"

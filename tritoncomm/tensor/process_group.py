@@ -60,6 +60,7 @@ class ProcessGroup:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _set_layout(self, ranks: tuple[int, ...], tp: int, dp: int) -> None:
+        """Set ranks and degrees, the ranks of all groups, and of the two that have this rank (None without one)."""
         self._rank = dist.get_rank()
         self._ranks, self._tp, self._dp, self._cpu = ranks, tp, dp, False
         tp_lists = [ranks[i * tp : (i + 1) * tp] for i in range(dp)]
@@ -199,9 +200,10 @@ class ProcessGroup:
         return ranks
 
     def _lookup(self, ranks: tuple[int, ...] | None, backend: str | None = None) -> dist.ProcessGroup:
+        """Return the existing group over ranks; raise if there is none, or if this rank is in none (None)."""
         ranks, backend = self._require_member(ranks), dist.get_backend() if backend is None else backend
         group = lookup(backend, ranks)
-        if group is None and len(ranks) == 1:
+        if group is None and len(ranks) == 1:  # made at once, as no other rank has to call
             return group_over(ranks, self._rank, backend)
         if group is None:
             raise GroupError(f"no process group over {list(ranks)} exists here; make one with ProcessGroup(...) first")
@@ -217,10 +219,11 @@ class ProcessGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         if not self.is_init:
-            return {"ranks": None}
+            return {"ranks": None}  # made before torch.distributed was initialized, and the copy stays so
         return {"ranks": list(self._ranks), "tp": self._tp, "dp": self._dp, "cpu": self._cpu}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the layout of a pickle, or a process group without one; the state may be of any file."""
         ranks = state.get("ranks", ()) if isinstance(state, dict) else ()
         if ranks is not None and not _is_layout(state):
             raise ArgumentError(f"ProcessGroup: a damaged file: this is no layout of ranks: {reprlib.repr(state)}")
@@ -247,6 +250,7 @@ def _is_layout(state: Any) -> bool:
 
 
 def _axis(mesh: TorchMesh, axis: str | int | None, default: int) -> int:
+    """Return the index of a mesh axis that is given by name or index; ``default`` for None."""
     if not isinstance(axis, str):
         return default if axis is None else axis
     names = list(mesh.mesh_dim_names or [])

@@ -100,6 +100,7 @@ class _Redistribute(torch.autograd.Function):
 
 
 def _run(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> Tensor:
+    """Run the steps of a transition on the local tensor; the error of a missing rank says which ranks have to call."""
     for step in steps(transition.old, transition.new):
         try:
             x = _STEPS[step](x, transition, group, name)
@@ -125,7 +126,8 @@ def _split(x: Tensor, transition: Transition, group: ProcessGroup, name: str) ->
         span.end("torch", 2 * shard.nbytes, 0)
         return shard.clone(memory_format=torch.contiguous_format)
     out = shard.new_empty(shard.shape)
-    _, path, bytes_copied = ops.pack(shard, 0, 1, out=out.view(1, 1, -1))
+    # Packing for one rank is a copy into contiguous memory.
+    _, path, bytes_copied = ops.pack(shard, dim=0, world=1, out=out.view(1, 1, -1))
     span.end(path, bytes_copied, 0)
     return out
 
@@ -144,7 +146,8 @@ def _all_gather(x: Tensor, transition: Transition, group: ProcessGroup, name: st
     out = x.new_empty(shape)
     for rank, block in enumerate(wire.split(counts)):
         shard_of(out, parts, rank).copy_(block.view(shapes[rank]))
-    record.add(name, "torch", 2 * out.nbytes, 0, started, calls=0)
+    # More bytes of the call that the all-gather above has counted already.
+    record.add(name, "torch", bytes_copied=2 * out.nbytes, bytes_sent=0, started=started, calls=0)
     return out
 
 

@@ -169,6 +169,7 @@ class ShardingSpec:
         return math.prod(self.device_mesh.mesh_shape[axis] for axis in axes)
 
     def _check(self) -> None:
+        """Check that the mesh has all axes, none is used twice, and every dim divides by its ranks."""
         used = [axis for spec in self.sharding_sequence for axis in spec.shard_list]
         if len(set(used)) != len(used):
             raise DuplicatedShardingDimensionError(f"{self.sharding_sequence} uses a mesh axis twice")

@@ -50,7 +50,7 @@ def shard_parameters(
         Megatron's MLP: column-parallel, row-parallel, one all-reduce.
     """
     pg = ProcessGroup() if pg is None else pg
-    pg.ranks_in_group()
+    pg.ranks_in_group()  # raises without torch.distributed, before anything is changed
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     unused = [pattern for pattern in layouts if not any(fnmatchcase(name, pattern) for name in names)]
     if unused:
@@ -68,6 +68,7 @@ def shard_parameters(
                     compute = ComputeSpec(ComputePattern.TP1D)
                     compute.set_output_replicate(gather_output)
                     compute.set_output_shard(output_shard)
+                # A replica first, which ``set_dist_spec`` shards in place; every rank has the full tensor.
                 replica_spec = ColoTensorSpec(pg, ReplicaSpec(), compute)
                 parameters[id(parameter)] = ColoParameter(parameter.detach(), parameter.requires_grad, replica_spec)
                 if spec is not None:
@@ -93,6 +94,7 @@ def sharded_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _wrap_as_shard(p: Any, value: Any) -> Any:
+    """Return a plain state tensor of the shape of a shard as a ColoTensor; return other values (a step) as they are."""
     if not isinstance(value, Tensor) or is_colo(value) or value.dim() == 0 or value.shape != plain(p).shape:
         return value
     return p._wrap(value, p.process_group, p.dist_spec, p.global_shape)

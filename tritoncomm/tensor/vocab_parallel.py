@@ -96,6 +96,7 @@ def _class_targets(
     target: Tensor, weight: Tensor | None, bounds: tuple[int, int], classes: int, ignore_index: int, smoothing: float,
     wide: torch.dtype, group: ProcessGroup,
 ) -> _RowTargets:  # fmt: skip
+    """Return targets and weights per row of class targets ``[rows]``; see ``cross_entropy_rows`` for the arguments."""
     start, size = bounds
     valid = target != ignore_index
     # On a GPU the check would synchronize the device.
@@ -125,9 +126,11 @@ def _soft_targets(
     target: Tensor, weight: Tensor | None, classes: int, smoothing: float, wide: torch.dtype, group: ProcessGroup,
     rows: Tensor,
 ) -> _RowTargets:  # fmt: skip
+    """Return targets and weights per row of soft targets: probabilities of the local classes."""
     soft_weights = target.reshape(rows.shape).to(wide) * (1 - smoothing) + smoothing / classes
     soft_weights = soft_weights if weight is None else soft_weights * weight.to(wide)
     total_weight = eager.all_reduce(soft_weights.sum(-1), group, "cross_entropy.targets")
+    # No row has a target class: the soft weights take its place.
     no_target = torch.full((len(rows),), -1, device=rows.device)
     ones = torch.ones(len(rows), dtype=wide, device=rows.device)
     return _RowTargets(no_target, torch.zeros_like(ones), total_weight, None, ones, ones.bool(), soft_weights)
@@ -153,7 +156,8 @@ class _Rows(torch.autograd.Function):
             for block in _blocks(rows):
                 _statistics(rows[block], targets, block, stats)
         record.add("cross_entropy.rows", path, bytes_copied, 0, started)
-        gathered = eager.all_gather(stats.unsqueeze(0), 0, group, None, "cross_entropy")
+        gathered = eager.all_gather(stats.unsqueeze(0), dim=0, group=group, sizes=None, name="cross_entropy")
+        # ``[world, 2, rows]``: a log-sum-exp of all classes is one of the ranks' log-sum-exps, and the terms add up.
         lse, target_term = torch.logsumexp(gathered[:, 0], 0), gathered[:, 1].sum(0)
         ctx.save_for_backward(rows, lse, stats[0])
         ctx.targets, ctx.path = targets, path
@@ -199,6 +203,7 @@ def _statistics(x: Tensor, targets: _RowTargets, block: slice, stats: Tensor) ->
     if targets.soft_weights is not None:
         stats[1, block] = (wide * targets.soft_weights[block]).sum(-1)
         return
+    # Column 0 stands for the targets of other ranks (-1), and is masked afterwards.
     target_logits = wide.gather(1, target_col.clamp(min=0).unsqueeze(1)).squeeze(1)
     target_term = torch.where(target_col >= 0, target_logits * targets.target_weight[block], 0.0)
     if targets.smoothing_weights is not None:
@@ -210,6 +215,7 @@ def _gradient(x: Tensor, targets: _RowTargets, block: slice, share: Tensor, grad
     """Write the gradient of a block of rows into ``out``, in torch."""
     grad_rows, target_col, valid = grad_rows[block], targets.target_col[block], targets.valid[block]
     same_dtype = x.dtype is grad_rows.dtype
+    # Softmax over the local classes, times their ``share``, is the softmax over all classes.
     part = out[block] if same_dtype else torch.empty(x.shape, dtype=grad_rows.dtype, device=x.device)
     torch.softmax(x if same_dtype else x.to(grad_rows.dtype), -1, out=part)
     part.mul_((grad_rows * targets.total_weight[block] * share[block]).unsqueeze(1))

@@ -24,6 +24,7 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Call | None:  # fmt: skip
+    """Describe attention over local heads, batches or queries; broadcast batch dims run on replicas (None)."""
     shapes = [shape_of(x) for x in (query, key, value)]
     count = len(shapes[0]) - 2
     if count < 0 or any(len(shape) != count + 2 for shape in shapes):
@@ -40,6 +41,7 @@ def _attention(
             return True
         return sizes[label] % shards == 0 and kv_heads % shards == 0
 
+    # Labels of the last dims: l positions of queries, s of keys; e features of queries and keys, v of values.
     operands = [
         Operand(query, (*batch, "l", "e")),
         Operand(key, (*batch, "s", "e")),
@@ -58,5 +60,6 @@ def _attention(
             )
 
     replicated = frozenset({"s", "e", "v"} | ({"l"} if is_causal else set()))
+    # The heads, of which the query may have more than key and value.
     grouped = count - 1 if enable_gqa else None
     return Call(operands, [(*batch, "l", "v")], run, replicated, legal=legal, grouped=grouped)

@@ -25,14 +25,14 @@ __all__: list[str] = []
 def _softmax(
     input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Call | None:
-    return _softmax_like(input, dim, _stacklevel if dtype is None else dtype, False)
+    return _softmax_like(input, dim, _stacklevel if dtype is None else dtype, log=False)
 
 
 @rule(F.log_softmax, "log_softmax", accepts="any sharding, the softmax dim included", collectives="as softmax")
 def _log_softmax(
     input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Call | None:
-    return _softmax_like(input, dim, _stacklevel if dtype is None else dtype, True)
+    return _softmax_like(input, dim, _stacklevel if dtype is None else dtype, log=True)
 
 
 def _softmax_like(input: Tensor, dim: int | None, dtype_or_level: Any, log: bool) -> Call | None:
@@ -51,6 +51,7 @@ def _softmax_like(input: Tensor, dim: int | None, dtype_or_level: Any, log: bool
         wide = x.to(torch.float64 if target is torch.float64 else torch.float32)
         shifted = wide - extremum_over_ranks(wide, (dim,), sharding.group)
         exps = shifted.exp()
+        # ``shared``: each rank divides its own shard by the sum, so the gradients of the sum are added up.
         sum_exp = sum_over_ranks(exps.sum(dim, keepdim=True), sharding.group, shared=True)
         return (shifted - sum_exp.log() if log else exps / sum_exp).to(target)
 
@@ -70,6 +71,7 @@ def _cross_entropy(
     input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Call | None:  # fmt: skip
+    """Describe cross entropy; the classes have the label ``c``. Deprecated arguments run on replicas (None)."""
     shape = shape_of(input)
     if size_average is not None or reduce is not None or not shape or reduction not in ("none", "mean", "sum"):
         return None
@@ -89,12 +91,14 @@ def _cross_entropy(
         if sharding.has("c"):
             loss, counted = cross_entropy_rows(
                 logits.movedim(classes, -1), targets.movedim(classes, -1) if soft else targets, weights,
-                sharding.shard("c"), shape[classes], ignore_index, label_smoothing, sharding.group,
-                dtype_of_result(lambda one: F.cross_entropy(one[None], one[None]), logits),
+                bounds=sharding.shard("c"), classes=shape[classes], ignore_index=ignore_index,
+                smoothing=label_smoothing, group=sharding.group,
+                dtype=dtype_of_result(lambda one: F.cross_entropy(one[None], one[None]), logits),
             )  # fmt: skip
             if reduction == "none":
                 return loss
             return loss.sum() if reduction == "sum" else loss.sum() / counted
+        # Only rows are sharded from here on: losses of this rank's rows, and sums of them over the ranks.
         loss = local(logits, targets, weights, reduction="none")
         if reduction == "none":
             return loss
@@ -110,6 +114,7 @@ def _cross_entropy(
             counted = sum_over_ranks(counts.sum(dtype=wide), sharding.group).to(loss.dtype)
         return total / counted
 
+    # ``run`` reduces over the ranks itself: the classes always, the rows unless each keeps its loss.
     own = frozenset(labels) if reduction != "none" else frozenset({"c"})
     result = rows if reduction == "none" else ()
     replicated = frozenset({"c"} if soft and wants_grad(target) else ())  # the rows of shards have no gradient for it

@@ -25,6 +25,7 @@ def _embedding(
     input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Call | None:  # fmt: skip
+    """Describe an embedding; of a sharded vocabulary ranks look up their own ids, zeros for the others, and sum."""
     ids = tuple(range(len(shape_of(input))))
     _refuse("embedding", weight, max_norm, sparse)
     if max_norm is not None or sparse:
@@ -47,9 +48,10 @@ def _embedding(
         elsewhere = ~is_local.unsqueeze(-1)
         return reduce_from(vectors.masked_fill(elsewhere, 0), sharding.group, in_place=True)
 
+    # Labels of the weight: v rows of the vocabulary, h columns.
     replicated = frozenset([*ids, "v"] if scale_grad_by_freq else [])  # masked ids would be counted
     operands = [Operand(input, ids), Operand(weight, ("v", "h"))]
-    return by_weight(Call(operands, [(*ids, "h")], run, replicated, frozenset({"v"})), weight, 1)
+    return by_weight(Call(operands, [(*ids, "h")], run, replicated, own=frozenset({"v"})), weight, index=1)
 
 
 def _check_ids(ids: Tensor, rows: int) -> None:
@@ -59,6 +61,7 @@ def _check_ids(ids: Tensor, rows: int) -> None:
 
 
 def _refuse(name: str, weight: Tensor, max_norm: float | None, sparse: bool) -> None:
+    """Reject options that a sharded weight does not support; on replicas they run without a rule."""
     if not (is_colo(weight) and weight.partitions):
         return
     if max_norm is not None:
@@ -78,10 +81,12 @@ def _embedding_bag(
     norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
     per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> Call | None:  # fmt: skip
+    """Describe sums, means or maxima of bags of rows; the vocabulary and the ids of a bag must not be sharded."""
     _refuse("embedding_bag", weight, max_norm, sparse)
     if max_norm is not None or sparse:
         return None
     two = len(shape_of(input)) == 2
+    # Labels: b bags, l ids of a bag, o offsets of the bags in flat ids; v and h rows and columns of the weight.
     ids = ("b", "l") if two else ("l",)
     extra = [Operand(x, labels) for x, labels in ((offsets, ("o",)), (per_sample_weights, ids)) if x is not None]
 
@@ -98,4 +103,4 @@ def _embedding_bag(
         replicated |= {"b"}
     operands = [Operand(input, ids), Operand(weight, ("v", "h")), *extra]
     call = Call(operands, [("b" if two else "o", "h")], run, frozenset(replicated))
-    return by_weight(call, weight, 1)
+    return by_weight(call, weight, index=1)

@@ -157,6 +157,7 @@ def broadcast_labels(shape: Sequence[int], sizes: Sequence[int], names: Sequence
     # Global shapes decide: the shards of one rank may broadcast where the tensors do not.
     if len(shape) > len(sizes) or any(shape[dim] not in (1, sizes[dim]) for dim in dims):
         raise ShapeError(f"{list(shape)} cannot be broadcast to {list(sizes)}")
+    # None for a dim of size 1 that is broadcast: it cannot be sharded.
     return tuple((dim if names is None else names[dim]) if shape[dim] == sizes[dim] else None for dim in dims)
 
 
@@ -193,8 +194,8 @@ def execute(call: Call) -> Any:
         parts = chosen or ()
         sharding = Sharding(parts, call.sizes, pg)
         shards = [local_operand(each, parts, pg) for each in call.operands]
-        # The sharded label is summed away. ``late`` operands come after the sum; without ``finish`` ``run`` takes them
-        # itself.
+        # One label decides for all: several sharded labels are together in a result, or in none (``is_legal``).
+        # The sharded label is summed away. ``late`` operands come after the sum, or go to ``run`` without a ``finish``.
         if parts and parts[0][0] not in call.results[0] and parts[0][0] not in call.own:
             early = [] if call.finish is not None else [local_operand(each, (), pg) for each in call.late]
             outputs, tree = tree_flatten(call.run(sharding, *shards, *early))
@@ -203,7 +204,7 @@ def execute(call: Call) -> Any:
         else:
             gather, column = call.gather, not call.gather and _is_column_parallel(call, parts, pg)
             late = [local_operand(each, parts, pg) for each in call.late]
-            if chosen is None:
+            if chosen is None:  # no sharding is legal, so the operands were gathered
                 pairs = zip(call.operands, shards, strict=True)
                 call.gathered = [(each.tensor, x) for each, x in pairs if _partitions(each)]
             outputs, tree = tree_flatten(call.run(sharding, *shards, *late))
@@ -225,7 +226,7 @@ def _refuse_sizes(call: Call, operands: Sequence[Operand]) -> NoReturn:
 
 
 def choose(call: Call, pg: ProcessGroup) -> Parts | None:
-    """Return the cheapest legal sharding of an operand; None if there are shards but no legal sharding."""
+    """Return the cheapest legal sharding of an operand; () without shards, None if no sharding of theirs is legal."""
     candidates: list[Parts] = []
     sharded = False
     for index, each in enumerate(call.operands):
@@ -282,6 +283,9 @@ def is_legal(call: Call, parts: Parts) -> bool:
 
 def _bytes_moved(call: Call, parts: Parts, world: int) -> float:
     """Return the bytes sent per rank, forward and backward, in units of (world - 1) / world."""
+    # An operand with the label moves unless it is a shard already, a shard in backward too; a replica gathers its
+    # gradient. An operand without it is gathered if it is a shard, and its gradient reduce-scattered (1) or
+    # all-reduced (2). So are partial results, of 4 bytes an element.
     total, labels = 0.0, [label for label, _ in parts]
     for each in call.operands:
         x = each.tensor
@@ -305,6 +309,7 @@ def local_operand(each: Operand, parts: Parts, pg: ProcessGroup) -> Tensor:
         return x
     if is_colo(x) and x.process_group is not pg and x.process_group != pg:
         x = x.redistribute(ReplicaSpec(), pg)
+    # Current and requested partitions, by dim.
     current, local = (x.partitions, plain(x)) if is_colo(x) else ((), x)
     target = tuple((each.labels.index(label), count) for label, count in parts if label in each.labels)
     if target == current and (target or not parts):

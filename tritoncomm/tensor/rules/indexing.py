@@ -27,6 +27,7 @@ _OTHER = "any sharding of another dim"
 
 
 def _labels_except(x: Tensor, dim: int) -> tuple[Any, ...]:
+    """Return a label for every dim but ``dim``, whose None says that it must not be sharded."""
     return tuple(None if d == dim else d for d in range(len(shape_of(x))))
 
 
@@ -49,6 +50,7 @@ def _along(input: Tensor, dim: int, local: Any, results: int | None = 1, drops: 
 
 @rule(torch.cat, torch.concat, torch.concatenate, named="cat", accepts=_OTHER)
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Call | None:
+    """Describe a concatenation; shapes of different numbers of dims run on replicas (None), where torch decides."""
     count = len(shape_of(tensors[0]))
     if not count or any(len(shape_of(x)) != count for x in tensors):
         return None
@@ -59,6 +61,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Call | None:
 
 @rule(torch.stack, named="stack", result="same sharding, dim renumbered")
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Call | None:
+    """Describe a stack; the new dim has no label. Different shapes run on replicas (None), where torch rejects them."""
     count = len(shape_of(tensors[0]))
     if any(shape_of(x) != shape_of(tensors[0]) for x in tensors):
         return None
@@ -93,7 +96,7 @@ def _parse_index(index: Any, count: int) -> tuple[list[Any], tuple[Any, ...], tu
     if used > count:
         return None
     if not any(i is Ellipsis for i in entries):
-        entries.append(Ellipsis)
+        entries.append(Ellipsis)  # dims behind the index are taken in full
     dots = next(p for p, i in enumerate(entries) if i is Ellipsis)
     entries[dots : dots + 1] = [slice(None)] * (count - used)
     dims = iter(range(count))
@@ -117,6 +120,7 @@ def _parse_index(index: Any, count: int) -> tuple[list[Any], tuple[Any, ...], tu
     accepts="any sharding of dims that are taken in full", result="same sharding, dim renumbered",
 )  # fmt: skip
 def _getitem(input: Tensor, index: Any) -> Call | None:
+    """Describe an index of integers, slices and None; other indices run on replicas (None)."""
     parsed = _parse_index(index, len(shape_of(input)))
     if parsed is None or not is_colo(input):
         return None
@@ -144,7 +148,7 @@ def set_item(target: Any, index: Any, value: Any) -> None:
             if not set_by_mask(target, index, value):
                 _set_part(target, index, value)
             return
-        parsed = index, (), ()
+        parsed = index, (), ()  # other indices of a replica: torch takes them on the local tensors
     entries, labels, result = parsed
     parts = tuple((labels[dim], count) for dim, count in target.partitions)
     operands = []
@@ -154,6 +158,7 @@ def set_item(target: Any, index: Any, value: Any) -> None:
         operands = [Operand(value, broadcast_labels(shape_of(value), sizes, result))]
     elif isinstance(value, Tensor):
         operands = [Operand(value, (None,) * len(shape_of(value)))]
+    # Only the operands and their labels count here; the function is never run.
     if not is_legal(Call(operands, [], set_item), parts):
         _set_part(target, tuple(entries), value)
         return
@@ -223,6 +228,7 @@ def _select(input: Tensor, dim: int, index: int) -> Call | None:
 
 @rule("index_select", accepts=_OTHER)
 def _index_select(input: Tensor, dim: int, index: Tensor) -> Call | None:
+    """Describe a selection along a dim that is not sharded; each rank needs the full index, so that has no labels."""
     if not shape_of(input):
         return None
     dim = from_front(dim, len(shape_of(input)))

@@ -38,6 +38,7 @@ def _factor(x: Tensor, labels: Labels) -> Operand:
     result="same sharding; contracted dim: partial, all-reduced", collectives=_COLLECTIVES,
 )  # fmt: skip
 def _matmul(input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None = None) -> Call | None:
+    """Describe a product; ``mat2`` is mm's and bmm's name of the second factor. Numbers (0 dims) run on replicas."""
     other = mat2 if other is None else other
     if other is None:
         return None
@@ -66,12 +67,13 @@ def _rmatmul(input: Tensor, other: Tensor) -> Call | None:
     "gradient; row: all-reduce, or reduce-scatter",
 )  # fmt: skip
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call | None:
+    """Describe a linear layer: k is the contracted dim, n the outputs; the bias of a sharded k is added once."""
     if len(shape_of(weight)) != 2 or not len(shape_of(input)):
         return None
     batch = tuple(range(len(shape_of(input)) - 1))
     late = [] if bias is None else [Operand(bias, broadcast_labels(shape_of(bias), shape_of(weight)[:1], ("n",)))]
     operands = [_factor(input, (*batch, "k")), _factor(weight, ("n", "k"))]
-    call = by_weight(Call(operands, [(*batch, "n")], _linear_local, late=late), weight, 1)
+    call = by_weight(Call(operands, [(*batch, "n")], _linear_local, late=late), weight, index=1)
     if late and len(batch) > 1 and call.scatter is None:
         # torch returns this result as a view, which cannot be reduced in place, so the flat rows are reduced.
         shape = (*shape_of(input)[:-1], shape_of(weight)[0])
@@ -104,7 +106,10 @@ class _OnFirstRank(torch.autograd.Function):
 
 
 def by_weight(call: Call, weight: Tensor, index: int) -> Call:
-    """Apply the compute spec of a weight: its sharding is used, and the result is gathered or reduce-scattered."""
+    """Apply the compute spec of a weight: its sharding is used, and the result is gathered or reduce-scattered.
+
+    ``index`` is the weight's place among the operands. A weight without a spec leaves the call as it is.
+    """
     spec = weight.compute_spec if is_colo(weight) else None
     if spec is not None:
         call.prefer, call.gather, call.scatter = index, spec.output_replicate, spec.output_shard
@@ -116,8 +121,10 @@ def by_weight(call: Call, weight: Tensor, index: int) -> Call:
     accepts="as linear, for beta * input + alpha * (mat1 @ mat2)", result="as linear", collectives="as linear",
 )  # fmt: skip
 def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Call:
-    labels = broadcast_labels(shape_of(input), (shape_of(mat1)[0], shape_of(mat2)[1]), "mn")
+    """Describe ``beta * input + alpha * (mat1 @ mat2)``; the input is added once, after a sum over the ranks."""
+    labels = broadcast_labels(shape_of(input), (shape_of(mat1)[0], shape_of(mat2)[1]), ("m", "n"))
 
+    # ``run`` gets no bias for a partial product: ``finish`` adds it after the sum over the ranks.
     def run(_: Sharding, a: Tensor, b: Tensor, *bias: Tensor) -> Tensor:
         return torch.addmm(bias[0], a, b, beta=beta, alpha=alpha) if bias else a @ b
 
@@ -127,4 +134,4 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha:
 
     operands = [_factor(mat1, ("m", "k")), _factor(mat2, ("k", "n"))]
     late = [Operand(input, labels)]
-    return by_weight(Call(operands, [("m", "n")], run, late=late, finish=finish), mat2, 1)
+    return by_weight(Call(operands, [("m", "n")], run, late=late, finish=finish), mat2, index=1)

@@ -33,6 +33,7 @@ def _affine(
 
 
 def _normalize(function: Any, input: Tensor, shape: Any, tensors: Sequence[Tensor | None], eps: Any) -> Call:
+    """Describe a normalization over the last dims, of the sizes ``shape``, which must not be sharded."""
     sizes, count = (shape,) if isinstance(shape, int) else tuple(shape), len(shape_of(input))
     dims = range(count - len(sizes), count)
     return _affine(input, tensors, dims, dims, lambda x, *rest: function(x, sizes, *rest, eps))
@@ -61,8 +62,11 @@ def _batch_norm(
     input: Tensor, running_mean: Any, running_var: Any, weight: Tensor | None = None, bias: Tensor | None = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Call:  # fmt: skip
+    """Describe a batch norm; in training no dim may be sharded, so the input is gathered."""
+
     def local(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
         return F.batch_norm(x, running_mean, running_var, scale, shift, training, momentum, eps)
 
+    # Statistics of the batch take all samples; the running ones are per channel (dim 1), and whole on every rank.
     replicated = range(len(shape_of(input))) if training or running_mean is None else (1,)
     return _affine(input, (weight, bias), (1,), replicated, local)

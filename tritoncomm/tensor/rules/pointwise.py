@@ -69,7 +69,10 @@ def _refuse_resizing(name: str, out: Any, tensors: list[Any]) -> None:
 
 
 def _same_layout(tensors: list[Any]) -> bool:
-    """Whether local tensors can be combined directly."""
+    """Whether local tensors can be combined directly.
+
+    A plain tensor beside shards can if it has no dims and needs no gradient, which would be a sum over the ranks.
+    """
     first = next(x for x in tensors if is_colo(x))
     for x in tensors:
         if is_colo(x):
@@ -90,6 +93,7 @@ def keep(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
         result = func(*args, **kwargs)
     if is_colo(result) or not isinstance(result, Tensor) or (args and result is args[0]):
         return result
+    # A shard keeps its layout; a replica may get another shape, and keeps its spec while the dims are as many.
     if like.partitions:
         return like._wrap(result, like.process_group, like.dist_spec, like.global_shape)
     spec = like.dist_spec if result.dim() == len(like.global_shape) else ReplicaSpec()
@@ -127,7 +131,10 @@ def _is_local(x: Tensor, sharded: Any) -> bool:
 
 
 def _into(position: int, operands: list[Operand], run: Callable[..., Any], name: str) -> Any:
-    """Run in place or with ``out=``: operands are redistributed to the layout of the tensor that is written."""
+    """Run in place or with ``out=``: operands are redistributed to the layout of the tensor that is written.
+
+    ``position`` is the place of that tensor among the operands; -1 if it is none of them, which is rejected.
+    """
     target: Any = operands[position].tensor if position >= 0 else None
     like = operands[position] if position >= 0 else None
     # Optimizers write into plain local shards: they have the layout of the first sharded operand.

@@ -79,7 +79,7 @@ def agreed_seed(pg: ProcessGroup, like: Tensor) -> int:
         return seed
     group, ranks = pg.tp_process_group(), pg.tp_rank_list()
     _calls[group] = count = _calls.get(group, 0) + 1
-    if count & (count - 1) == 0:
+    if count & (count - 1) == 0:  # a power of two
         mine = torch.tensor([seed], device=like.device)
         seeds = eager.all_gather(mine, 0, group, None, "agreed_seed").tolist()
         if len(set(seeds)) > 1:
@@ -112,13 +112,14 @@ def seeded_shard(seed: int, sharding: Sharding, device: torch.device) -> Abstrac
 
 def draws_on_replicas(name: str, args: Sequence[Any]) -> bool:
     """Whether an operator that runs on replicas draws numbers."""
-    if name in RECURRENT:
+    if name in RECURRENT:  # among their arguments, dropout is the only float, and ``train`` follows it
         dropout, is_training = next(((x, y) for x, y in pairwise(args) if type(x) is float), (0.0, False))
         return dropout > 0 and is_training
     return name in RANDOM_ON_REPLICAS
 
 
 def _is_training(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator draws numbers, by its argument ``training``; those without one always do."""
     position, default = _TRAINING.get(name, (len(args), True))
     flag = args[position] if len(args) > position else kwargs.get("training", kwargs.get("train"))
     return default if flag is None else flag
@@ -150,6 +151,7 @@ def initialise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         return full if x is target else replicated(x, pg) if is_colo(x) else x
 
     args, kwargs = tree_map(operand, (tuple(args), kwargs))
+    # A fill in place may be part of a graph; initialisers write without one, as in torch.
     recorded = torch.is_grad_enabled() and func not in INITIALISERS
     with torch._C.DisableTorchFunctionSubclass(), torch.set_grad_enabled(recorded):
         with seeded(agreed_seed(pg, target), target.device):
@@ -161,6 +163,7 @@ def initialise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 
 @rule(F.dropout1d, F.dropout2d, F.dropout3d, named="dropout1d, 2d, 3d", accepts="Shard(batch) or Shard(channels)")
 def _channels(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Call | None:
+    """Describe a dropout of whole channels: dims 0 and 1 may be sharded, the others belong to a channel."""
     count = len(shape_of(input))
     labels = tuple(range(count))
     if not training:

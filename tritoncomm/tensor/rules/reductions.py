@@ -72,6 +72,7 @@ def _reduce(
 ) -> Call:  # fmt: skip
     """Describe a reduction by ``local``; if a reduced dim is sharded by ``across``, or by an all-reduce without it."""
     labels = tuple(range(len(shape_of(input))))
+    # A kept dim has size 1 and no label.
     left = tuple(None if d in dims else d for d in labels if keepdim or d not in dims)
 
     def run(sharding: Sharding, x: Tensor) -> Any:
@@ -91,6 +92,7 @@ def _sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.
 
 @rule("mean", result="as sum", collectives="as sum")
 def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Call | None:
+    """Describe a mean as a sum divided by the global size; dtypes other than floats run on replicas (None)."""
     shape, dims = shape_of(input), _dims_of(dim, input)
     if not shape or not (dtype or input.dtype).is_floating_point:
         return None
@@ -100,6 +102,7 @@ def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch
 
 
 def _logical(input: Tensor, dim: Any, keepdim: bool, local: Any, op: Any) -> Call:
+    """Describe ``all`` (``op`` is MIN of 0 and 1) or ``any`` (MAX); ``local`` is torch's function."""
     dims = () if dim in ((), []) else _dims_of(dim, input)  # of no dims: of every element by itself
 
     def across(sharding: Sharding, x: Tensor) -> Tensor:
@@ -151,14 +154,15 @@ def _on_all_ranks(input: Any, other: Any, local: Callable[[Tensor, Tensor], bool
     result="a bool, the same on every rank", collectives="all-reduce of one number",
 )  # fmt: skip
 def _equal(input: Tensor, other: Tensor) -> Call | None:
-    return _on_all_ranks(input, other, torch.equal, False)
+    return _on_all_ranks(input, other, torch.equal, broadcasts=False)
 
 
 @rule("allclose", accepts="as equal", result="as equal", collectives="as equal")
 def _allclose(
     input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
 ) -> Call | None:
-    return _on_all_ranks(input, other, partial(torch.allclose, rtol=rtol, atol=atol, equal_nan=equal_nan), True)
+    local = partial(torch.allclose, rtol=rtol, atol=atol, equal_nan=equal_nan)
+    return _on_all_ranks(input, other, local, broadcasts=True)
 
 
 @rule("count_nonzero", result="as sum", collectives="as sum")
@@ -174,6 +178,7 @@ def _count(input: Tensor, dim: Any = None) -> Call:
 def _norm(
     input: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Call | None:
+    """Describe a norm of vectors, along sharded dims too; norms of matrices and of no elements run on replicas."""
     power = 2 if p in (None, "fro") else p
     if isinstance(power, str) or not shape_of(input) or not input.is_floating_point() or not _has_order(input.dtype):
         return None
@@ -199,7 +204,7 @@ def _norm(
 
 
 def _compare(input: Tensor, dim: Any, keepdim: bool, smallest: bool) -> Call | None:
-    """amax and amin; ties share the gradient equally."""
+    """Describe amax or amin; ties share the gradient equally. Replicas take empty dims and dtypes without an order."""
     shape, dims = shape_of(input), _dims_of(dim, input)
     if not shape or not all(shape[d] for d in dims) or not _has_order(input.dtype):
         return None
@@ -239,6 +244,7 @@ class _MinMaxWithIndex(torch.autograd.Function):
         else:
             shape = [s for d, s in enumerate(x.shape) if d != dim]
             value, index = x.new_full(shape, identity), torch.zeros(shape, dtype=torch.int64, device=x.device)
+        # ``[world, ...]``: the best value of every rank, and its global index. The best of these is of rank ``rank``.
         values = eager.all_gather(value.unsqueeze(0), 0, group, None, "max")
         indices = eager.all_gather((index + start).unsqueeze(0), 0, group, None, "max")
         best, rank = local(values, 0)
@@ -260,7 +266,7 @@ class _MinMaxWithIndex(torch.autograd.Function):
 
 
 def _min_max(input: Tensor, dim: Any, keepdim: bool, smallest: bool, index_only: bool) -> Call | None:
-    """max and min along one dim."""
+    """Describe max or min along one dim, which return (values, indices), or the indices alone (``index_only``)."""
     shape = shape_of(input)
     if not isinstance(dim, int) or isinstance(dim, bool) or not shape or 0 in shape or not _has_order(input.dtype):
         return None
@@ -293,17 +299,17 @@ def _add_rules(smallest: bool) -> None:
     @rule(m, result="as sum", collectives="as max" if smallest else indices)
     def describe(input: Tensor, dim: Any = None, keepdim: bool = False) -> Call | None:
         if dim is None:
-            return _compare(input, None, False, smallest)
-        return _min_max(input, dim, keepdim, smallest, False)
+            return _compare(input, dim=None, keepdim=False, smallest=smallest)
+        return _min_max(input, dim, keepdim, smallest, index_only=False)
 
     accepts = "any sharding; without dim: 1-D only"  # with several dims, ties would need the global order
 
     @rule(f"arg{m}", accepts=accepts, result="as sum", collectives="as max")
     def describe_index(input: Tensor, dim: Any = None, keepdim: bool = False) -> Call | None:
         if dim is None:
-            return _min_max(input, 0, keepdim, smallest, True) if len(shape_of(input)) == 1 else None
-        return _min_max(input, dim, keepdim, smallest, True)
+            return _min_max(input, 0, keepdim, smallest, index_only=True) if len(shape_of(input)) == 1 else None
+        return _min_max(input, dim, keepdim, smallest, index_only=True)
 
 
-_add_rules(False)
-_add_rules(True)
+_add_rules(smallest=False)
+_add_rules(smallest=True)

@@ -118,7 +118,7 @@ def _viewed(input: Tensor, target: Sequence[int] | None, copies: bool = False) -
             return reshaped.clone()
         return reshaped
 
-    out = {old: sizes[new] for old, new in new_dims.items()}
+    out = {old: sizes[new] for old, new in new_dims.items()}  # sizes in the result, by label
     return Call(
         [Operand(input, labels)], [tuple(map(old_dims.get, range(len(sizes))))], run, legal=legal, result_sizes=out
     )
@@ -195,6 +195,7 @@ def _unsqueeze(input: Tensor, dim: int) -> Call | None:
 
 @_renumbered("expand", "expand_as", "broadcast_to", accepts="any sharding of a dim that is not expanded")
 def _expand(input: Tensor, *arguments: Any, **names: Any) -> Call | None:
+    """Describe an expansion to sizes, or to the shape of a tensor; other arguments run on replicas (None)."""
     arguments = (names["size"],) if "size" in names else arguments
     is_like = len(arguments) == 1 and isinstance(arguments[0], Tensor)
     requested = shape_of(arguments[0]) if is_like else _sizes(arguments)
@@ -203,11 +204,14 @@ def _expand(input: Tensor, *arguments: Any, **names: Any) -> Call | None:
     shape, sizes = shape_of(input), list(requested)
     for dim in range(-len(shape), 0):
         sizes[dim] = shape[dim] if sizes[dim] == -1 else sizes[dim]
+    # Labels count dims from the end, as broadcasting does. An expanded dim, and a new one in front, has None instead,
+    # and is not sharded. A sharded dim is expanded to the size of this rank's shard, ``shard(label)[1]``.
     labels = broadcast_labels(shape, sizes)
     result = (*[None] * (len(sizes) - len(shape)), *labels)
 
     def run(sharding: Sharding, x: Tensor) -> Tensor:
-        local = [sharding.shard(d)[1] if sharding.has(d) else size for d, size in zip(result, sizes, strict=True)]
+        pairs = zip(result, sizes, strict=True)
+        local = [sharding.shard(label)[1] if sharding.has(label) else size for label, size in pairs]
         return x.expand(local)
 
     return Call([Operand(input, labels)], [result], run)
