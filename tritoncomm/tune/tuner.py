@@ -156,6 +156,7 @@ def measure(
 
 
 def _budget(request: Request) -> float:
+    """Return the seconds that a search may take; infinity without a limit."""
     return math.inf if request.budget is None else request.budget
 
 
@@ -181,6 +182,7 @@ def _begin(path: Path | None, name: str, key: Mapping[str, Any]) -> tuple[dict[s
 
 
 def _finish(outcome: Outcome, todo: Sequence[Task]) -> None:
+    """Count the results that are missing, and write the file if there is one; called at every save."""
     done = outcome.content["results"]
     outcome.left = sum(key not in done for task in todo for key in task.keys)
     outcome.content["complete"] = outcome.left == 0
