@@ -48,7 +48,7 @@ class ColwiseParallel(style.ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Distribute a module's parameters and give it our ``forward``; modules that are not known get torch's style."""
+        """Distribute a module's parameters and give it our ``forward``; unknown modules get torch's style."""
         _check(module, device_mesh)
         # For each kind of module its replacement, and the dim along which the weight is sharded.
         known = {nn.Linear: (ColwiseLinear, 0), nn.Embedding: (ColwiseEmbedding, 1)}
@@ -72,7 +72,7 @@ class RowwiseParallel(style.RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Distribute a module's parameters and give it our ``forward``; modules that are not known get torch's style."""
+        """Distribute a module's parameters and give it our ``forward``; unknown modules get torch's style."""
         _check(module, device_mesh)
         known = {nn.Linear: (RowwiseLinear, 1), nn.Embedding: (RowwiseEmbedding, 0)}
         is_known = _is_known(module, known, self.input_layouts, self.output_layouts)
@@ -100,7 +100,7 @@ class SequenceParallel(style.SequenceParallel):
         super().__init__(sequence_dim=sequence_dim, use_local_output=use_local_output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Distribute a module's parameters and give it our ``forward``; modules that are not known get torch's style."""
+        """Distribute a module's parameters and give it our ``forward``; unknown modules get torch's style."""
         _check(module, device_mesh)
         # In the form of the other styles; the second entry, a dim to shard, is not used.
         known = {nn.LayerNorm: (SequenceLayerNorm, 0), nn.RMSNorm: (SequenceRMSNorm, 0)}

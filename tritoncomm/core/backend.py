@@ -419,6 +419,7 @@ def all_gather_list(parts: list[Tensor], x: Tensor, group: ProcessGroup, name: s
         parts, x = [carrier(part) for part in parts], carrier(x)
 
     def start() -> Work:
+        """Start the all-gather, which fills this rank's part by a copy."""
         if x.is_meta:  # programs propagate shapes through all collectives
             return group.allgather([parts], [x], _gather_options[asynchronous])
         # Every part that is not empty is a broadcast, as torch's own all-gather into a list is no alternative. Gloo
@@ -439,6 +440,7 @@ def reduce_scatter_list(
     op, buffers = op_of(op, out.dtype), [out]
 
     def start() -> Work:
+        """Start the reduce-scatter, which reduces this rank's part in ``out``."""
         if out.is_meta:
             return group.reduce_scatter([out], [parts], _options(dist.ReduceScatterOptions, asynchronous, op))
         # Every part that is not empty is a reduce: versions of nccl2 want equal sizes in torch's own reduce-scatter of
@@ -462,6 +464,7 @@ def _rooted(call: Any, kind: Any, parts: list[Tensor], group: ProcessGroup, op: 
     """
 
     def start(w: int, part: Tensor) -> Work:
+        """Start the collective of ``part``, whose root is rank w."""
         options = _options(kind, True, op)  # they run at the same time on Gloo
         options.rootRank = w
         return call([part], options)

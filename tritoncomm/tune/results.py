@@ -52,6 +52,7 @@ def tasks(bench: Bench, cases: Sequence[Case], tried: Mapping[tuple[str, int], S
         for candidate in tried[case.op, case.unit]:
 
             def work(case: Case = case, candidate: Candidate = candidate) -> list[dict[str, Any]]:
+                """Return one result, in which ``wrong`` stands in place of a time. Defaults keep the loop's values."""
                 problem = bench.check(case, candidate)
                 result = {"wrong": problem} if problem else {"us": round(bench.time(case, candidate), 3)}
                 return [{"op": case.op, "unit": case.unit, "case": case.label} | asdict(candidate) | result]
@@ -66,6 +67,7 @@ def crossover_tasks(bench: Bench, groups: Sequence[tuple[str, int]]) -> Iterator
             case = _case(op, unit, nbytes)
 
             def work(case: Case = case) -> list[dict[str, Any]]:
+                """Return one result: the times of both paths."""
                 torch_us, triton_us = bench.paths(case)
                 sizes = {"op": case.op, "unit": case.unit, "bytes": case.nbytes}
                 return [sizes | {"torch_us": round(torch_us, 3), "triton_us": round(triton_us, 3)}]

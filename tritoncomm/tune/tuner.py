@@ -117,6 +117,7 @@ def rank_static(request: Request, target: str, follow: Follow | None = None) -> 
     todo = [batch for op, unit in chosen for batch in batches(op, unit, target)]
 
     def save() -> None:
+        """Rank the results so far, and write the file."""
         content["ranking"] = _ranking(content["results"], target)
         _finish(outcome, todo)
 
@@ -146,6 +147,7 @@ def measure(
     todo = [*results.tasks(bench, todo_cases, tried), *results.crossover_tasks(bench, chosen)]
 
     def save() -> None:
+        """Choose tiles and crossovers from the results so far, and write the file."""
         content["configs"] = results.configs(content["results"], bench.lanes)
         content["crossover_bytes"] = results.crossovers(content["results"])
         _finish(outcome, todo)
