@@ -124,7 +124,7 @@ def all_reduce(tensor: Tensor, parallel_mode: Any, op: Any = ReduceOp.SUM, async
     """
     group = _checked(tensor, parallel_mode, "all_reduce")
     call = _all_reduce_outside if async_op or op != ReduceOp.SUM else eager.all_reduce
-    return call(_own_or_detached(tensor), group, "all_reduce", op, True, async_op)
+    return call(_own_or_detached(tensor), group, "all_reduce", op, in_place=True, asynchronous=async_op)
 
 
 def broadcast(tensor: Tensor, src: int, parallel_mode: Any, async_op: bool = False) -> Any:
@@ -160,6 +160,7 @@ def _rooted(name: str, tensor: Tensor, root: int, parallel_mode: Any, op: Any, a
         work = backend.reduce(out, group_root, op, group, name, async_op)
     else:
         work = backend.broadcast(out, group_root, group, name, async_op)
+    # A broadcast is sent by its root, a reduce by every other rank.
     is_sender = (group.rank() == group_root) is (name == "broadcast")
     span.end("torch" if copied else "view", copied, out.nbytes if is_sender else 0)
     return (out, Handle(work, out, None)) if async_op else out

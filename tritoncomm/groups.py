@@ -119,6 +119,7 @@ class Group:
     @property
     def existing(self) -> list[ProcessGroup]:
         """Process groups of these ranks that exist: ``group``, and ``cpu_group`` once it is made."""
+        # None: no CPU group was needed yet. Else it may be ``group`` itself.
         return [self.group] if self._cpu_group in (None, self.group) else [self.group, self._cpu_group]
 
 
@@ -130,7 +131,9 @@ derived: dict[Any, Any] = {}
 """What other modules worked out from ``groups``, under keys of their own; emptied whenever the groups are replaced."""
 timeout: timedelta | None = None
 """Of process groups that are made from now on: that of ``initialize()``; torch's default if None."""
+# Model chunks per stage, and the chunk at work; None without interleaved schedules.
 _virtual: dict[str, int | None] = {"size": None, "rank": None}
+# For each default group the calls of ``make_group`` by the name, which their numbers complete.
 _counts: WeakKeyDictionary[ProcessGroup, Counter[str]] = WeakKeyDictionary()
 _AXES_OF = {
     ParallelMode.GLOBAL: (0, 1, 2, 3),
@@ -176,6 +179,7 @@ def ranks_of_mode(mode: ParallelMode, ranks: Tensor, coordinate: Sequence[int], 
         expert: ranks of the data axis that share one set of experts.
     """
     if mode is ParallelMode.EXPERT:
+        # Groups of ``expert`` neighbours along the data axis; ``first`` is where this rank's begins.
         first = coordinate[0] // expert * expert
         return sorted(ranks[(slice(first, first + expert), *coordinate[1:])].tolist())
     axes = _AXES_OF[mode]
@@ -254,6 +258,7 @@ def is_initialized(parallel_mode: Any = ParallelMode.GLOBAL) -> bool:
 
 
 def _entry(parallel_mode: Any) -> Group:
+    """Return the group of a mode that this rank is in; raise if ``initialize()`` made none."""
     mode = as_mode(parallel_mode)
     if mode not in groups:
         made = f"there are {', '.join(m.name for m in groups)}" if groups else "call tritoncomm.initialize() first"
@@ -299,6 +304,7 @@ def get_local_rank(parallel_mode: Any) -> int:
 
 
 def _neighbour(parallel_mode: Any, step: int) -> int:
+    """Return the global rank that is ``step`` places on along the group's ring, cached until the groups change."""
     key = "neighbour", as_mode(parallel_mode), step
     if key not in derived:
         entry = _entry(parallel_mode)
@@ -419,6 +425,7 @@ def as_group(group: Any, name: str) -> ProcessGroup:
 
 
 def _group_of_name(name: Any) -> ProcessGroup:
+    """Return the process group that torch registered under a name; a constant to torch.compile."""
     return _resolve_process_group(name)
 
 
@@ -427,6 +434,7 @@ _group_of_name._dynamo_marked_constant = True  # pyright: ignore[reportFunctionM
 
 
 def _group_of_mesh(mesh: DeviceMesh, dim: Any, name: str) -> ProcessGroup:
+    """Return the group of one dim of a mesh; ``dim`` is its name or index, None for the only dim."""
     names = mesh.mesh_dim_names or ()
     if dim is None and mesh.ndim == 1:
         axis = 0
@@ -448,6 +456,7 @@ def _group_of_mesh(mesh: DeviceMesh, dim: Any, name: str) -> ProcessGroup:
 
 @lru_cache(maxsize=64)
 def _check_axis(mesh: DeviceMesh, axis: int, name: str) -> None:
+    """Reject ranks that descend along an axis, once for each mesh: see ``check_ascending``."""
     if mesh.ndim == 1:
         check_mesh(mesh, name)
     else:

@@ -82,6 +82,7 @@ def _starts(env: Mapping[str, str], launcher: str, rank: str, size: str) -> bool
 
 
 def _launch(env: Mapping[str, str], launcher: str, *names: str) -> Launch:
+    """Read a launcher's variables: ``names`` of rank, size, rank on the node, ranks on the node."""
     numbers = {name: _integer(env, name) for name in names if name in env}
     rank, size = numbers[names[0]], numbers[names[1]]
     if rank >= size:
@@ -108,6 +109,7 @@ def world_size(env: Mapping[str, str]) -> int | None:
 
 
 def _integer(env: Mapping[str, str], name: str) -> int:
+    """Return a variable as a number; raise if it is none, or negative."""
     text = env[name]
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise GroupError(f"{name} is {text!r}, not a number of 0 or more")
@@ -137,6 +139,7 @@ def rendezvous(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _address(env: Mapping[str, str], launch: Launch) -> str:
+    """Return the address of the node of rank 0; empty where the launcher does not say it."""
     if _is_one_node(env, launch):
         return "127.0.0.1"
     if launch.launcher != "Slurm":
@@ -145,6 +148,7 @@ def _address(env: Mapping[str, str], launch: Launch) -> str:
 
 
 def _is_one_node(env: Mapping[str, str], launch: Launch) -> bool:
+    """Whether all ranks of the job are on this node."""
     if launch.launcher == "Slurm":
         return env.get("SLURM_STEP_NUM_NODES") == "1"
     return launch.local_size == launch.size
@@ -159,7 +163,7 @@ def _port(env: Mapping[str, str], launch: Launch) -> str:
         names = [name for name in (*_OWN_JOBS, *_JOBS) if env.get(name)]
         job = env[names[0]] if names else ""
         if _is_one_node(env, launch) and (not names or names[0] in _JOBS):
-            job = _starter(launch) or job
+            job = _starter(launch) or job  # a scheduler's job may hold several of this launcher's
     if not job:
         return ""
     number = int(job) if job.isascii() and job.isdecimal() and len(job) < 19 else zlib.crc32(job.encode())

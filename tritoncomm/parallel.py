@@ -48,7 +48,9 @@ class ColwiseParallel(style.ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Distribute a module's parameters and give it our ``forward``; unknown modules get torch's style."""
         _check(module, device_mesh)
+        # For each kind of module its replacement, and the dim along which the weight is sharded.
         known = {nn.Linear: (ColwiseLinear, 0), nn.Embedding: (ColwiseEmbedding, 1)}
         if not _is_known(module, known, self.input_layouts, self.output_layouts):
             return _by_torch(super()._apply, module, device_mesh)
@@ -70,6 +72,7 @@ class RowwiseParallel(style.RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Distribute a module's parameters and give it our ``forward``; unknown modules get torch's style."""
         _check(module, device_mesh)
         known = {nn.Linear: (RowwiseLinear, 1), nn.Embedding: (RowwiseEmbedding, 0)}
         is_known = _is_known(module, known, self.input_layouts, self.output_layouts)
@@ -97,7 +100,9 @@ class SequenceParallel(style.SequenceParallel):
         super().__init__(sequence_dim=sequence_dim, use_local_output=use_local_output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Distribute a module's parameters and give it our ``forward``; unknown modules get torch's style."""
         _check(module, device_mesh)
+        # In the form of the other styles; the second entry, a dim to shard, is not used.
         known = {nn.LayerNorm: (SequenceLayerNorm, 0), nn.RMSNorm: (SequenceRMSNorm, 0)}
         (layout,) = self.sequence_sharding
         if not _is_known(module, known, (layout,), (layout,)):
@@ -143,6 +148,7 @@ class _Site:
         return self.local(x)[0]
 
     def result(self, x: Tensor) -> Any:
+        """Return an output as the style promises it: the local tensor, or a DTensor of the layout ``output``."""
         return x if self.local_output else DTensor.from_local(x, self.mesh, (self.output,), run_check=False)
 
     def result_of(self, x: Tensor, features: int) -> Any:
@@ -217,6 +223,8 @@ def _locals(*parameters: Any) -> Sequence[Any]:
 
 
 class ColwiseLinear(nn.Linear):
+    """Linear layer with a shard of the output features; its ``forward`` runs in place of the module's own."""
+
     site: _Site
 
     def forward(self, input: Any) -> Any:
@@ -227,6 +235,8 @@ class ColwiseLinear(nn.Linear):
 
 
 class RowwiseLinear(nn.Linear):
+    """Linear layer with a shard of the input features, whose partial products are summed over the ranks."""
+
     site: _Site
 
     def forward(self, input: Any) -> Any:
@@ -251,6 +261,8 @@ class RowwiseLinear(nn.Linear):
 
 
 class ColwiseEmbedding(nn.Embedding):
+    """Embedding with a shard of the columns of its weight."""
+
     site: _Site
 
     def forward(self, input: Any) -> Any:
@@ -262,11 +274,14 @@ class ColwiseEmbedding(nn.Embedding):
 
 
 class RowwiseEmbedding(nn.Embedding):
+    """Embedding with a shard of the vocabulary; a rank adds zeros for ids that others hold."""
+
     site: _Site
 
     def forward(self, input: Any) -> Any:
         site, (weight,) = self.site, _locals(self.weight)
         ids, _ = site.local(input)
+        # This rank holds ids ``start`` to ``start + size - 1``. Other ids get row 0, then zeros below.
         size, start = len(weight), site.group.rank() * -(-self.num_embeddings // site.world)
         ids = ids - start
         outside = (ids < 0) | (ids >= size)
@@ -281,6 +296,8 @@ class RowwiseEmbedding(nn.Embedding):
 
 
 class SequenceLayerNorm(nn.LayerNorm):
+    """Layer norm of a sequence shard, with replicated parameters."""
+
     site: _Site
 
     def forward(self, input: Any) -> Any:
@@ -291,6 +308,8 @@ class SequenceLayerNorm(nn.LayerNorm):
 
 
 class SequenceRMSNorm(nn.RMSNorm):
+    """RMS norm of a sequence shard, with replicated parameters."""
+
     site: _Site
 
     def forward(self, x: Any) -> Any:
@@ -320,7 +339,8 @@ def _is_known(module: nn.Module, known: Any, *layouts: Any) -> bool:
     if _base(module) not in known or not all(type(one) in (Replicate, Shard) for each in layouts for one in each):
         return False
     parameters = module._parameters
-    if not {*parameters} <= {"weight", "bias"} or "weight" not in parameters:  # or it is made of others
+    # A weight that is missing is computed from other parameters.
+    if not {*parameters} <= {"weight", "bias"} or "weight" not in parameters:
         return False
     if isinstance(module, nn.Embedding):
         return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
@@ -389,6 +409,7 @@ def _class_of(kind: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
         return kind
 
     def reduce(module: nn.Module, _: Any) -> Any:
+        """Pickle a module as both classes and its state; see ``_empty``."""
         return _empty, (kind, cls), *object.__reduce_ex__(module, 2)[2:]
 
     return type(cls.__name__, (kind, cls), {"__module__": cls.__module__, "__reduce_ex__": reduce})
@@ -401,6 +422,8 @@ def _empty(kind: type[nn.Module], cls: type[nn.Module]) -> nn.Module:
 
 
 def _attach(module: nn.Module, kind: type[nn.Module], mesh: DeviceMesh, *layouts: Any) -> nn.Module:
+    """Give a module the ``forward`` of ``kind``, and the site with the layouts; return the module."""
+    # In place, by another class: hooks, parameters and references to the module stay as they are.
     module.__class__ = _class_of(kind, type(module))
     module.__dict__["site"] = _Site(mesh, *layouts)
     return module

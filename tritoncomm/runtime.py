@@ -36,6 +36,8 @@ _AXES = {
     "tensor": ("tensor", "tp", "model"),
 }
 _KEYS = {"pipeline": ("size",), "tensor": ("size", "mode")}
+# ``of_one`` has groups of this rank alone by backend, ``starts`` counts starts of torch.distributed, and ``pid`` is the
+# process in which ``_let_workers_end`` is registered.
 _state: dict[str, Any] = {"mesh": None, "owns_world": False, "of_one": {}, "starts": 0, "pid": 0}
 
 
@@ -143,6 +145,7 @@ def _let_workers_end() -> None:
 
 
 def _is_worker(task: Path) -> bool:
+    """Whether a folder of /proc/self/task is that of a thread of Gloo's."""
     try:
         return (task / "comm").read_text().strip() == "pt_gloo_runloop"
     except OSError:  # the thread has ended
@@ -150,6 +153,7 @@ def _is_worker(task: Path) -> bool:
 
 
 def _is_running(task: Path) -> bool:
+    """Whether a thread runs (R) or waits for a device (D); False once it has ended."""
     try:
         return (task / "stat").read_text().rpartition(")")[2].split()[0] in ("R", "D")
     except OSError:
@@ -205,6 +209,7 @@ def _start(backend: str | None, timeout: timedelta | float | None, sizes: "Sizes
 
 
 def _as_timedelta(timeout: timedelta | float | None) -> timedelta | None:
+    """Return a timeout in seconds as a timedelta; None, torch's default, and a timedelta as they are."""
     if timeout is None or isinstance(timeout, timedelta):
         return timeout
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
@@ -231,10 +236,12 @@ def _bind_gpu() -> torch.device | None:
 
 
 def _torch_version() -> tuple[int, ...]:
+    """Return major and minor of torch's version."""
     return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def _device_type() -> str:
+    """Return ``cuda`` if the default group has NCCL, else ``cpu``."""
     return "cuda" if is_nccl(dist.get_backend_config(dist.group.WORLD)) else "cpu"
 
 
@@ -278,6 +285,7 @@ def _make_groups(mesh: DeviceMesh, expert: int, tensor_mode: str | None) -> dict
     modes = [ParallelMode[ours.upper()] for ours in axis]
     made: dict[ParallelMode, dist.ProcessGroup | None] = {ParallelMode.GLOBAL: dist.group.WORLD}
     made |= {mode: None if dim is None else mesh.get_group(dim) for mode, dim in zip(modes, dims, strict=True)}
+    # None: no axis of the mesh has the group, and it is made below.
     made |= dict.fromkeys([ParallelMode.MODEL] + [ParallelMode.EXPERT] * (expert > 1))
     if tensor_mode == "sequence":
         made[ParallelMode.SEQUENCE_DP] = None
@@ -308,6 +316,7 @@ def _grid(mesh: DeviceMesh, dims: Sequence[int | None], expert: int) -> tuple[to
 
 
 def _new_group(mode: ParallelMode, ranks: list[int], backend: str | None) -> dist.ProcessGroup:
+    """Return a group of ``ranks``: the default group for all, a shared one for this rank alone, else a new one."""
     world = dist.group.WORLD
     if len(ranks) == dist.get_world_size() and backend is None and world is not None:
         return world
@@ -405,6 +414,7 @@ def read_sizes(
 
 
 def _integer(name: str, value: Any) -> int:
+    """Return an argument as an int; reject a bool, and anything that is no integer."""
     try:
         if isinstance(value, bool):
             raise TypeError

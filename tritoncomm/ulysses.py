@@ -25,6 +25,7 @@ from tritoncomm.groups import GroupLike, resolve_sequence
 
 __all__ = ["Exchange", "UlyssesAttention", "autocast", "exchange_for", "to_heads", "to_sequence"]
 
+# (call of the forward, call of the backward).
 _TO_HEADS, _TO_SEQUENCE = (heads.to_heads, heads.to_sequence), (heads.to_sequence, heads.to_heads)
 
 
@@ -119,6 +120,7 @@ class _Exchanged(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         args, names = (ctx.layout, ctx.group), ctx.names
         if any(grad.requires_grad for grad in grads):
+            # None for the five arguments before the tensors.
             return None, None, None, None, None, *_Exchanged.apply(*ctx.calls, *args, names, *grads)
         return None, None, None, None, None, *ctx.calls[0](grads, *args, names[0])
 
@@ -249,6 +251,7 @@ def _traced_to_heads(
         ]
         joined = torch.cat(parts, layout.seq_dim)
     sizes = [share.sizes[rank] for share in layout.shares]
+    # ``joined`` is all positions, with the heads of all tensors side by side in dim 2.
     columns = joined.split([n * d for n, d in zip(sizes, dims, strict=True)], 2)
     return [x.unflatten(2, (n, d)) for x, n, d in zip(columns, sizes, dims, strict=True)]
 

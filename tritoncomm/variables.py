@@ -82,6 +82,7 @@ def check_problem(text: str) -> str:
 
 
 def _checks_every_call(text: str) -> bool:
+    """Whether a value of TRITONCOMM_CHECK means a comparison of every call, and not of digests."""
     return is_on(text) and not hash_interval(text)
 
 
@@ -133,6 +134,7 @@ class Setting(Generic[_T]):
             self._set(value)
 
     def _set(self, value: _T) -> None:
+        """Let ``value`` count at once, and tell the listeners."""
         self.value = value
         for listener in self.listeners:
             listener()
@@ -146,6 +148,7 @@ class Setting(Generic[_T]):
             yield
         finally:
             self._blocks -= 1
+            # The outermost block ends with the variable's value, which may have been read again inside.
             self._set(before if self._blocks else self._default)
 
 

@@ -175,4 +175,5 @@ def _tuned(device_name: str | None, sm_count: int, op: str, unit_bytes: int) -> 
 
 
 def _power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least ``n``."""
     return 1 << max(n - 1, 0).bit_length()

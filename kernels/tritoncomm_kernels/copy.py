@@ -59,7 +59,7 @@ def pack(
 
     Traffic: reads ``rows`` once, writes ``wire`` once.
     """
-    return _run("pack", rows, wire, scale, False, sizes, config)
+    return _run("pack", rows, wire, scale, accumulate=False, sizes=sizes, config=config)
 
 
 def unpack(
@@ -105,6 +105,7 @@ def plain_copy(
         return None, 0
     outer, run = math.prod(shape[:-1]), shape[-1] // world
     wire = (world, outer, run), (outer * run, run, 1)
+    # By position, as in ``_run``, because both share the cache: no sizes, no scale, no accumulation, the default tile.
     return _plan(name, device, dtype, dtype, alignment, shape, stride, *wire, None, False, False, None)[:2]
 
 
@@ -117,6 +118,7 @@ def _run(
     sizes: Sequence[int] | None,
     config: Config | None,
 ) -> int:
+    """Launch one call by its cached plan, and return the bytes read plus written; see ``pack``."""
     check_place(name, rows, wire)
     launch, moved, wide = _plan(
         name, rows.get_device(), rows.dtype, wire.dtype, (rows.data_ptr() | wire.data_ptr()) & 15, rows.shape,
@@ -126,7 +128,7 @@ def _run(
     if launch is not None:
         factor = 1.0 if scale is None else scale_argument(checked_scale(name, scale, wide), wide)
         launch(rows, wire, factor)
-    elif name == "pack" and moved:
+    elif name == "pack" and moved:  # rows without elements: the wire is all padding
         wire.zero_()
     return moved
 
@@ -224,6 +226,7 @@ def _walk(geo: Geometry, scaling: tuple[int, int]) -> Ints:
     strides = [step if size > 1 else 0 for size, step in zip(geo.dims, geo.strides, strict=True)]
     # The size of the outermost dim is not needed: its index is the last quotient.
     sizes = (*geo.dims, 1, 1)[1:3]
+    # Absent outer dims have stride 0 and size 1.
     inside = 1 if geo.stride_element == 1 else _in_units(scaling, geo.stride_element)[0]
     return (*_in_units(scaling, *strides, 0, 0)[:3], *sizes, inside)
 
@@ -261,4 +264,5 @@ def _given_shards(outer: int, starts: Ints, step: int) -> _Shards:
 
 
 def _lengths(starts: Ints) -> Ints:
+    """Return the distances of neighbouring starts: the length of each rank's shard."""
     return tuple(end - start for start, end in pairwise(starts))

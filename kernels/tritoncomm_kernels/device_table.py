@@ -67,15 +67,16 @@ class Table:
         return self._tensor
 
     def _copy(self) -> None:
+        """Start the copy to a slab on the current stream; ``_copied`` lets other streams wait for it, once each."""
         current = torch.cuda.current_stream(self._device)
         slab = _slab_for(self.content.nbytes, self._device, current)
-        slab.serve(current)
+        slab.serve(current)  # before the copy, as this stream may not be the one that made the slab
         tensor = slab.copied(self.content)
         self._copied = torch.cuda.Event()
         self._copied.record(current)
         self._slab, self._tensor = slab, tensor
         self._streams.add(current.cuda_stream)
-        slab.tables.add(self)
+        slab.tables.add(self)  # the slab stays while this table does
 
 
 class _Slab:
@@ -93,6 +94,7 @@ class _Slab:
         self._pinned, self._memory = _allocated(room, device, stream)
         self._bytes = self._pinned.numpy()
         self._streams = {stream.cuda_stream}
+        # Other streams wait for this event: until then earlier work may use the memory that torch gave to the slab.
         self._made = torch.cuda.Event()
         self._made.record(stream)
 
@@ -114,11 +116,12 @@ class _Slab:
 
 
 _slabs: dict[int, list[_Slab]] = {}
-_sources: list[Tensor] = []
+_sources: list[Tensor] = []  # host memory from which replays of graphs copy: kept for ever
 
 
 def _slab_for(nbytes: int, device: int, stream: torch.cuda.Stream) -> _Slab:
     """Return the newest slab of a device, or a new one where its room for eager calls does not suffice."""
+    # Never called in a capture. ``_RESERVE`` is left for tables of captures, which cannot allocate pinned memory.
     slabs = _slabs.setdefault(device, [])
     if not slabs or slabs[-1].used + nbytes > slabs[-1].room - _RESERVE:
         # A slab without tables goes back to torch, which reuses its memory behind the streams that used it. That
@@ -156,6 +159,7 @@ def _allocated(nbytes: int, device: int, stream: torch.cuda.Stream) -> tuple[Ten
 
 
 def _on_device(nbytes: int, device: int) -> Tensor:
+    """Allocate bytes on a CUDA device, from the pool of the current stream or capture."""
     return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
 
 

@@ -67,6 +67,7 @@ def geometry_of(
 
 
 def _even(name: str, outer: int, row: int, shape: Ints, stride: Ints, target: str) -> tuple[int, int]:
+    """Return (world, run) of a wire ``[world, outer, run]``; reject a wire that does not fit the rows."""
     if len(shape) != 3 or shape[0] < 1 or shape[1] != outer or shape[0] * shape[2] < row:
         raise ValueError(f"{name}: wire {tuple(shape)} is no [world, outer, run] for {outer} rows of {row} elements")
     world, _, run = shape
@@ -78,6 +79,7 @@ def _even(name: str, outer: int, row: int, shape: Ints, stride: Ints, target: st
 
 
 def _uneven(name: str, outer: int, row: int, shape: Ints, stride: Ints, sizes: Ints) -> Ints:
+    """Return where each rank's part of a row starts, then the row's end; reject sizes or a wire that do not fit."""
     if not sizes or min(sizes) < 0 or sum(sizes) != row:
         raise ValueError(f"{name}: sizes {list(sizes)} do not add up to rows of {row} elements")
     if len(shape) != 1 or shape[0] != outer * row or (shape[0] > 1 and stride[0] != 1):
@@ -155,6 +157,7 @@ def indexed_rows(name: str, x: RowsLayout, index: RowsLayout, out: RowsLayout) -
     if not shape or shape[1:] != out_shape[1:] or len(out_shape) != len(shape) or near[1][0] != count:
         raise ValueError(f"{name}: {count} rows of {tuple(shape)} do not fit into {tuple(out_shape)}")
     for each, strides in ((shape, stride), (out_shape, out_stride)):
+        # A contiguous row is one dim of stride 1; of stride 0 if it has a single element.
         if row and coalesce(each[1:], strides[1:])[1] not in ((1,), (0,)):
             raise ValueError(f"{name}: every row must be contiguous, not {tuple(each)} by {strides}")
     if row and out_shape[0] > 1 and out_stride[0] < row:

@@ -137,6 +137,7 @@ class Launch:
         return self.resident.on(stream)
 
     def _find_variant(self, scale: float, more: tuple[int, ...]) -> Variant | None:
+        """Return the compiled variant, which launches of one kind share; None if it cannot be called directly."""
         key = (self.device, self.kernel, self.types, scale.__class__, self.num_warps, *self.constants.items())
         if key not in _variants:
             _variants[key] = self._compile(scale, more)
@@ -145,6 +146,7 @@ class Launch:
     def _compile(self, scale: float, more: tuple[int, ...]) -> Variant | None:
         """Compile for the current device without launching; the values of the integers do not matter."""
         sample = 2**40 if isinstance(scale, int) else scale  # so that an integer is taken for the 64 bits it has
+        # A dtype stands for a pointer: to 32-bit integers for a table that is a tuple, else to 64-bit ones.
         table = () if self.table is None else (torch.int32 if isinstance(self.table, tuple) else torch.int64,)
         compiled = self.kernel.warmup(
             *(*self.types, *table, sample, *more, *self.arguments),
@@ -158,6 +160,7 @@ class Launch:
         return _entry(compiled)
 
     def _launch_checked(self, first: Tensor, second: Tensor, scale: float, more: tuple[int, ...]) -> None:
+        """Launch as Triton does, by ``kernel[grid](...)``: in the interpreter too."""
         with _quiet() if INTERPRETED else torch.cuda.device(self.device):
             pointers = [triton.reinterpret(x, TRITON_TYPE[t]) for x, t in zip((first, second), self.types, strict=True)]
             if self.table is not None:

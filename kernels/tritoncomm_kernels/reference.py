@@ -235,10 +235,11 @@ def gradient(
 def _checked(
     name: str, rows: Tensor, wire: Tensor, scale: float | None, sizes: Sequence[int] | None, target: str
 ) -> tuple[int, ...] | None:
+    """Check the arguments of pack or unpack as the kernels do, and return ``sizes`` as a tuple."""
     splits = None if sizes is None else tuple(sizes)
     geometry_of(name, rows.shape, rows.stride(), wire.shape, wire.stride(), splits, target)
     if scale is not None:
-        checked_scale(name, scale, torch.float64)
+        checked_scale(name, scale, torch.float64)  # its type alone: ``_put`` checks it for the wide type
     return splits
 
 
@@ -268,6 +269,7 @@ def _segment_views(
     """Return padding of the wire; copies as (rows, wire); casts and sums as (rows, parts of the wire, wide type)."""
     start, dtypes = int(wire.storage_offset()) * wire.itemsize, segments.dtypes
     flat = wire.view(-1).view(torch.uint8)
+    # ``as_strided`` counts from the start of the storage: a place there is ``start`` plus a byte of the wire.
     typed = {dtype: _typed(flat, dtype) for dtype in {*dtypes, torch.uint8}}
     offsets = [x.storage_offset() for x in tensors]
     zeros, copies, casts = [], [], []

@@ -104,6 +104,7 @@ def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
 
 
 def _run(name: str, indices: tuple[Tensor], x: Tensor, out: Tensor) -> int:
+    """Launch one call by its cached plan, and return the bytes read plus written; see ``gather_rows``."""
     (index,) = indices
     check_place(name, x, out)
     check_place(name, x, index)
@@ -127,7 +128,8 @@ def _plan(
     # Both strides and the row have to be whole units, as every row starts with one.
     unit = math.gcd(alignment or 16, 16, rows.row * size, rows.stride_far * size, rows.stride_near * size)
     element = min(unit, 8)
-    tile = tile_on(-1, "unpack", unit, rows.count, rows.row * size, True)  # addresses wait for the index in both
+    # The tile is unpack's without a device's tuned table (-1). Addresses wait for the index in both directions.
+    tile = tile_on(-1, "unpack", unit, rows.count, rows.row * size, addresses_are_long=True)
     vec, block_cols = unit // element, max(tile.block_cols, unit) // element
     row = rows.row * size // unit
     blocks = -(-row // (block_cols // vec))

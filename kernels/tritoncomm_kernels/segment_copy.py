@@ -69,7 +69,7 @@ def gather_segments(tensors: Sequence[Tensor], wire: Tensor, segments: Segments,
 
     Traffic: reads every segment once, writes it once.
     """
-    return _run("gather_segments", tensors, wire, segments, scale, False, False)
+    return _run("gather_segments", tensors, wire, segments, scale, accumulate=False, sums=False)
 
 
 def scatter_segments(
@@ -119,7 +119,10 @@ def copy_segments(tensors: Sequence[Tensor], targets: Sequence[Tensor], copies: 
     Traffic: reads every segment once, writes it once.
     """
     every = in_turns(tensors, targets)
-    return _run("copy_segments", every, every[-1], copies, None, False, False) if every else 0
+    if not every:
+        return 0
+    # The last target stands in for the wire, which these copies do not have.
+    return _run("copy_segments", every, every[-1], copies, scale=None, accumulate=False, sums=False)
 
 
 class SegmentCall:
@@ -169,6 +172,7 @@ class SegmentCall:
         if launches is None:
             if len(self._launches) >= _ALIGNMENTS:
                 self._launches.clear()
+            # By position, as in ``_run``, because calls share the cache of plans. False: no scale.
             launches = self._launches[key] = _plan(*self._layout, key[1], key[0], False, *self._options)[0]
         listed, values = _arguments(addresses, wire)
         for launch, _ in launches:
@@ -184,10 +188,11 @@ def _run(
     accumulate: bool,
     sums: bool,
 ) -> int:
+    """Launch one call by its cached plan, and return the bytes read plus written; see ``gather_segments``."""
     if not wire.is_cuda and not INTERPRETED:
         raise RuntimeError(f"{name}: {wire.device} tensors need a GPU or TRITON_INTERPRET=1")
     layouts, addresses = layouts_of(wire, tensors), tuple(map(Tensor.data_ptr, tensors))
-    at, every = wire.data_ptr(), reduce(or_, addresses, 0)
+    at, every = wire.data_ptr(), reduce(or_, addresses, 0)  # ``every`` has each bit that an address has
     alignment = tuple([address & 15 for address in addresses]) if every & 15 else None
     launches, copied = _plan(name, segments, layouts, alignment, at & 15, scale is not None, accumulate, sums)
     listed, values = _arguments(addresses, wire)
@@ -216,7 +221,10 @@ def _plan(
     accumulates: bool,
     sums: bool = False,
 ) -> tuple[list[tuple[Launch, torch.dtype | None]], int]:
-    """Prepare one kind of call: launches with the type of their arithmetic, and the bytes read plus written."""
+    """Prepare one kind of call: launches with the type of their arithmetic, and the bytes read plus written.
+
+    ``alignment`` has the tensors' addresses modulo 16, None if all are 0; ``wire_align`` is that of the wire.
+    """
     dtypes = layouts.dtypes[1:]
     aligned = np.array(alignment or (0,) * len(dtypes), np.int64)
     # Tensors and targets take turns in ``layouts`` and ``alignment``, behind the wire's layout.
@@ -235,6 +243,7 @@ def _plan(
         if kind is None:  # the launch of the copies takes sums that no launch of casts takes
             of_sums = next((each for each in added if each not in copies), next(iter(added), None))
         launches.append(_launch(call, kind, rows, of_sums, added.pop(of_sums, {})))
+    # Sums that joined no launch have one without copies.
     launches += [_launch(call, None, [], kind, rows) for kind, rows in added.items()]
     return launches, checked.copied
 

@@ -122,6 +122,7 @@ class _Sides:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of an element of the larger type."""
         return max(self.rows, self.wire)
 
     def addresses(self, records: _Records) -> tuple[Array, Array]:
@@ -150,7 +151,8 @@ def divide(
     """
     sides = _Sides(itemsizes is None, *(itemsizes or (1, 1)), rows_align, wire_align)
     records = _with_units(_records(rows), sides)
-    nbytes = sides.nbytes * (records.wire.shape[1] + 1) // 2  # of an element of every part
+    # Half the accesses of an element, read or written: its bytes for a copy, half of them more for each further part.
+    nbytes = sides.nbytes * (records.wire.shape[1] + 1) // 2
     total = int(records.count.sum()) * nbytes
     share = min(max(-(-total // (multiprocessors * _PROGRAMS)), _LEAST), _MOST)
     # Small records are dealt out whole. Large ones are then split so that every program is filled up to the average.
@@ -209,6 +211,7 @@ def joined(works: Sequence[Work], kinds: Sequence[int]) -> tuple[Array, int]:
 
 
 def _records(rows: Array) -> _Records:
+    """Return segments, in the columns of ``divide``, as unsplit records with units of one element."""
     # Columns 5, 7, ... are the parts' places in the wire, columns 6, 8, ... their strides.
     tensor, at, count, row, stride = rows[:, :5].T
     wire, wire_stride = rows[:, 5::2], rows[:, 6::2]
@@ -265,6 +268,7 @@ def _unit_of_bytes(records: _Records, sides: _Sides) -> tuple[Array, Array]:
         # A record that fits into one block of narrow units is not parted for wider ones.
         unit = np.where(records.count <= narrow * BLOCKS[-1], np.minimum(narrow, unit), unit)
         return unit, -in_wire % unit
+    # Of casts and sums ``head`` brings the smaller type to a multiple of 16 bytes; wide units need it on all sides.
     small, at = (sides.rows, in_rows) if sides.rows <= sides.wire else (sides.wire, in_wire)
     head = -at % 16 // small
     fits = ((in_rows + head * sides.rows) | _every_bit(in_parts + head[:, None] * sides.wire)) % 16 == 0
@@ -272,6 +276,7 @@ def _unit_of_bytes(records: _Records, sides: _Sides) -> tuple[Array, Array]:
 
 
 def _narrow_unit(records: _Records, sides: _Sides) -> Array:
+    """Return the elements of the widest unit that divides the addresses and the length of contiguous records."""
     in_rows, in_wire = sides.addresses(records)
     return _allowed((in_rows, _every_bit(in_wire), records.count * min(sides.rows, sides.wire)), sides)
 
@@ -290,6 +295,7 @@ def _every_bit(parts: Array) -> Array:
 
 
 def _low_bit(n: Array) -> Array:
+    """Return the largest power of two up to 16 that divides each number."""
     n = n | 16
     return n & -n
 
@@ -359,7 +365,7 @@ def _kind(unit: Array, sides: _Sides) -> Array:
     """Return the number of a unit's kind, the widest first."""
     if not sides.is_bits:
         return (unit < sides.widest).astype(np.int64)
-    return 4 - np.array([1, 2, 4, 8]).searchsorted(unit)
+    return 4 - np.array([1, 2, 4, 8]).searchsorted(unit)  # units of 16, 8, 4, 2, 1 bytes are kinds 0 to 4
 
 
 def _words(records: _Records, sides: _Sides, kind: Array) -> tuple[Array, Array]:

@@ -81,12 +81,13 @@ class Segments:
         self._check()
 
     def _check(self) -> None:
+        """Reject segments that overlap in the wire: each of its bytes belongs to one row at most."""
         shared = _overlap([self._in_wire(one) for one in self.segments])
         if shared is not None:
             raise ValueError(f"segments: bytes {shared[0]} to {shared[1]} of the wire belong to two rows")
 
     def _in_wire(self, segment: Segment) -> tuple[int, int, int, int]:
-        """First byte, rows, and bytes of a row and from one to the next."""
+        """Return a segment's rows in the wire, or of ``Copies`` in the target, as a ``_Block`` in bytes."""
         size = self.itemsize(segment.tensor)
         return segment.wire, segment.rows, segment.row * size, (segment.wire_stride or segment.row) * size
 
@@ -140,6 +141,7 @@ class Copies(Segments):
     _first: ClassVar = 0
 
     def _check(self) -> None:
+        """Reject rows that overlap in their target, or start inside of an element; the "wire" is the target here."""
         inside = next((one for one in self.segments if one.wire % self.itemsize(one.tensor)), None)
         if inside is not None:
             raise ValueError(f"segments: {inside} starts inside of an element of {self.dtypes[inside.tensor]}")
@@ -251,6 +253,7 @@ def layouts_of(wire: Tensor, tensors: Sequence[Tensor]) -> Layouts:
 
 @lru_cache(maxsize=1024)
 def _has_complex(dtypes: tuple[torch.dtype, ...]) -> bool:
+    """Whether one of the dtypes is complex, so that a tensor may have a lazy conjugate bit."""
     return any(dtype.is_complex for dtype in dtypes)
 
 
@@ -285,6 +288,7 @@ def checked_segments(
             wides.append(None)
             copied += 0 if scatters else count
             continue
+        # ``added`` is the number of parts: 1 for a segment that is no sum.
         carried, dtype, added = segments.dtypes[segment.tensor], dtypes[segment.tensor], len(parts.get(i, (0,)))
         ends = (carried, dtype) if scatters else (dtype, carried)
         wides.append(wide_type(name, *ends, scaled, accumulates or added > 1))
@@ -297,6 +301,7 @@ def checked_segments(
 def checked_copies(name: str, copies: Copies, layouts: Layouts) -> CheckedSegments:
     """Check that the table fits these tensors and targets, which take turns after a first layout."""
     _check_memory(name, layouts)
+    # Position 0 of the layouts, the wire's in other calls, repeats the last target.
     sources, targets = layouts.dtypes[1::2], layouts.dtypes[2::2]
     if len(sources) != len(copies.dtypes) or targets != copies.dtypes:
         raise ValueError(f"{name}: tensors of {sources} to {targets} for a table of {copies.dtypes}")
@@ -307,7 +312,7 @@ def checked_copies(name: str, copies: Copies, layouts: Layouts) -> CheckedSegmen
         if _end(segment) > tensor or end > target * copies.itemsize(segment.tensor):
             raise ValueError(f"{name}: {segment} ends beyond the {tensor} elements of its tensor, or {target} there")
         pair = sources[segment.tensor], targets[segment.tensor]
-        wides.append(wide_type(name, *pair, False, False))
+        wides.append(wide_type(name, *pair, scaled=False, summed=False))
         copied += segment.rows * segment.row * (pair[0].itemsize + pair[1].itemsize)
     return CheckedSegments(copies.segments, {}, tuple(wides), copied, copies)
 
@@ -331,6 +336,7 @@ def _strided(group: Sequence[Segment], itemsize: int) -> Iterator[Strided]:
 
 
 def _check_memory(name: str, layouts: Layouts) -> None:
+    """Reject lazy views, meta tensors, and tensors on several devices."""
     if layouts.is_lazy:
         raise ValueError(f"{name}: a lazy conjugate or negative view must be resolved first, a meta tensor has no bits")
     if len(layouts.devices) > 1:
@@ -339,6 +345,7 @@ def _check_memory(name: str, layouts: Layouts) -> None:
 
 def _shared(segments: tuple[Segment, ...]) -> tuple[tuple[Segment, ...], dict[int, tuple[Part, ...]]]:
     """Return the segments of distinct rows, and by their place all parts of rows that several segments share."""
+    # The first five numbers of a segment are its rows in a tensor, the other two its place in the wire.
     parts: dict[Any, list[Segment]] = {}
     for i, segment in enumerate(segments):
         parts.setdefault(i if segment.tensor == PADDING else segment[:5], []).append(segment)
@@ -349,6 +356,8 @@ def _shared(segments: tuple[Segment, ...]) -> tuple[tuple[Segment, ...], dict[in
 
 
 def _check_wire_layout(name: str, layouts: Layouts, segments: Segments) -> None:
+    """Reject a wire that is not contiguous, or too short for the table."""
+    # Position 0 is the wire; if all tensors are contiguous, ``shapes`` has numbers of elements instead of shapes.
     shape, elements = layouts.shapes[0], layouts.shapes[0]
     if layouts.strides is not None and not isinstance(shape, int):
         elements = math.prod(shape)
@@ -361,6 +370,7 @@ def _check_wire_layout(name: str, layouts: Layouts, segments: Segments) -> None:
 
 
 def _end(segment: Segment) -> int:
+    """Return the elements from the tensor's data pointer to the end of the segment's last row."""
     return segment.offset + (segment.rows - 1) * segment.stride + segment.row
 
 
@@ -410,6 +420,7 @@ def _overlap_of(tangle: Sequence[_Block]) -> tuple[int, int] | None:
     """Return the first range that two rows of blocks, sorted by their starts, have in common."""
     if len(tangle) == 1 and tangle[0][1] == 1:
         return None
+    # Each block's row has to end before the next block starts, and the last one's before the second row of the first.
     first, _, _, period = tangle[0]
     ends, following = [start + row for start, _, row, _ in tangle], [*(one[0] for one in tangle[1:]), first + period]
     if all(one[3] == period for one in tangle) and all(map(le, ends, following)):

@@ -136,6 +136,7 @@ def _section(content: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _check_config(place: str, entry: Any, op: str, unit: int) -> None:
+    """Reject an entry of ``configs`` with other fields or with values out of bounds; ``place`` names it in errors."""
     if not isinstance(entry, dict) or set(entry) - {"evict_first"} != set(_BOUNDS):
         raise TableError(f"damaged: {place} is {reprlib.repr(entry)}")
     evict_first = entry.get("evict_first", False)
@@ -143,6 +144,7 @@ def _check_config(place: str, entry: Any, op: str, unit: int) -> None:
         raise TableError(f"damaged: {place}.evict_first is {reprlib.repr(evict_first)}")
     for name, (low, high) in _BOUNDS.items():
         value = entry[name]
+        # Numbers of bytes, which are those with a lower bound above 1, hold at least one unit.
         if type(value) is not int or not max(low, unit if low > 1 else 1) <= value <= high or value & (value - 1):
             raise TableError(f"damaged: {place}.{name} is {reprlib.repr(value)}, no power of two from {low} to {high}")
     if entry["tile_bytes"] > _PER_THREAD * 32 * entry["num_warps"]:
@@ -175,6 +177,7 @@ def chosen(device_name: str, sm_count: int) -> tuple[Table, ...]:
         return ()
     if named:
         return tuple(_usable(named, lambda: _named_file(named, *key), key, exact=True, required=True))
+    # The package's table also serves a Triton of another version than its own: it is not ``exact``.
     shipped = resources.files("tritoncomm_kernels") / "configs" / table_name(device_name)
     own = _usable("of this user", lambda: table_in(user_folder(), *key), key, exact=True)
     return (*own, *_usable(str(shipped), lambda: shipped, key, exact=False))
@@ -185,7 +188,7 @@ def _usable(
 ) -> list[Table]:
     """Return the table in a file, or nothing with a warning of the reason; no warning if the file does not exist."""
     try:
-        path = locate()
+        path = locate()  # may raise, as for a home directory that does not exist
         name = str(path)
         table = read(path)
         reason = misfit(table, *key, exact=exact)
@@ -200,6 +203,7 @@ def _usable(
 
 
 def _named_file(named: str, device_name: str, sm_count: int) -> Path:
+    """Return the file that TRITONCOMM_TABLE names, or the device's file in a folder that it names."""
     place = expanded(named)
     return table_in(place, device_name, sm_count) if place.is_dir() else place
 

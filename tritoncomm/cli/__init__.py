@@ -23,6 +23,7 @@ app = typer.Typer(no_args_is_help=True)
 
 
 def _version(asked: bool) -> None:
+    """Print the versions and end the command, if ``--version`` is given."""
     if asked:
         triton = installed_triton.version() or "not installed"
         print(f"tritoncomm {__version__}, torch {version('torch')}, triton {triton}")

@@ -90,6 +90,7 @@ def train_with_progress(settings: Settings, console: Console) -> Outcome:
         }
 
         def follow(role: str, step: int, loss: float) -> None:
+            """Move the bar of a role to a step, counted from 0, with its loss."""
             progress.update(bars[role], completed=step + 1, loss=f"{loss:.4f}")
 
         return run(settings, follow)

@@ -43,6 +43,7 @@ def doctor(
 
 
 def _findings_table(findings: list[Finding]) -> Table:
+    """Return the findings as a table, one row each."""
     rows = table("", names := ("what", "level", "how it is", "what to do"), names)
     for one in findings:
         rows.add_row(escape(one.name), _MARKS[one.level], escape(one.value), escape(one.advice))

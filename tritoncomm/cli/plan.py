@@ -134,7 +134,10 @@ def _rates(kind: str, figures: dict[str, float | None]) -> cost.Rates:
 
 
 def _as_json(explanation: Explanation) -> dict[str, Any]:
+    """Return a dry run as JSON holds it."""
+
     def direction(one: Movement) -> dict[str, Any]:
+        """Return forward or backward with its totals."""
         local, collective = one.seconds
         steps = [asdict(step) | _traffic(step) for step in one.steps]
         totals = {"steps": steps, "path": one.path, "passes": one.passes, **_traffic(one)}
@@ -159,6 +162,7 @@ def _traffic(one: Step | Movement) -> dict[str, int]:
 
 
 def _show(explanation: Explanation, console: Console) -> None:
+    """Print a dry run: a table and the kernels' tiles for each direction, the figures assumed, the projection."""
     dtype, ranks = dtype_name(explanation.dtype), counted(explanation.world, "rank")
     console.print(f"{explanation.op}: {dtype}, {ranks}, {explanation.device}", style="bold", markup=False)
     for direction, one in (("forward", explanation.forward), ("backward", explanation.backward)):
@@ -185,12 +189,14 @@ def _unit(largest: int) -> tuple[int, str, int]:
 
 
 def _direction_table(direction: str, one: Movement) -> Table:
+    """Return the steps of forward or backward as a table, with their total in the last row."""
     size, unit, digits = _unit(max(one.bytes_copied, one.bytes_sent))
     names = ("step", "path", "what")
     headings = (*names, f"{unit}\ncopied", f"{unit}\nsent", "predicted\nus")
     rows = table(f"{direction}: {list(one.shape)} -> {list(one.result)}", headings, names)
 
     def add(name: str, path: str, what: str, bytes_copied: int, bytes_sent: int, seconds: float) -> None:
+        """Add a row, with bytes in the table's unit and the time in microseconds."""
         amounts = (f"{amount / size:.{digits}f}" for amount in (bytes_copied, bytes_sent))
         rows.add_row(name, path, escape(what), *amounts, f"{seconds * 1e6:.1f}")
 

@@ -86,6 +86,7 @@ def tune(
 
 
 def _search(request: Request, static: bool, target: str | None, errors: Console) -> Outcome:
+    """Rank by machine code, or measure on this GPU, behind a progress bar; ``target`` None is this GPU's."""
     if target is not None and not static:
         raise ValueError("--target goes with --static; without it the GPU at hand is measured")
     cases_of(request)  # refuses invalid arguments before it asks for Triton and a GPU
@@ -114,6 +115,7 @@ def progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
         bar = bars.add_task("starting", total=None)
 
         def follow(group: str, finished: int, total: int) -> None:
+            """Move the bar to so many results of the total, under the name of the group at work."""
             bars.update(bar, description=group[:28], completed=finished, total=total)
 
         yield follow
@@ -156,7 +158,7 @@ def show_static(outcome: Outcome, console: Console) -> None:
                 one = results[f"{op} {unit} {label}"]
                 numbers = (f"{one['cost']:.1f}", f"{one['instructions_per_16_bytes']:.1f}", str(one["registers"]))
                 rows.add_row(op, unit, label, *numbers, str(one["loads_in_flight"]), pruned)
-                pruned = ""
+                pruned = ""  # in the first row of an operation and unit only
     console.print(rows)
 
 

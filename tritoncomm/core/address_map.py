@@ -131,8 +131,11 @@ def unit_bytes(shape: Ints, stride: Ints | None, dim: int, world: int, sizes: In
     layout = ((split.outer, split.row), (split.row, 1)) if stride is None else rows_layout(shape, stride, dim)
     if layout is None:  # as rows of any length where the wire is the tensor in its own order
         any_rows = split.outer == 1 and (split.even or sizes is not None)
-        return unit_bytes(shape, stride, -1, 1, None, itemsize) if any_rows else math.gcd(16, itemsize)
+        if any_rows:
+            return unit_bytes(shape, stride, -1, world=1, sizes=None, itemsize=itemsize)
+        return math.gcd(16, itemsize)
     size, step = layout
+    # Elements of a row that are apart are accessed one by one.
     if size[-1] > 1 and step[-1] != 1:
         return math.gcd(16, itemsize)
     # An access has to divide the rows and blocks of both sides, and every stride that is walked.

@@ -32,7 +32,7 @@ def agree(
         describe: returns the hashed values in words, by name; called if ranks differ.
         things: the compared objects, for messages.
     """
-    if group.size() == 1 or dist.get_backend(group) == "fake":
+    if group.size() == 1 or dist.get_backend(group) == "fake":  # "fake" has no other processes
         if error is not None:
             raise error
         return
@@ -40,12 +40,14 @@ def agree(
     halves = [int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:])]
     # One all-gather of 24 bytes a rank if all agree. A rank with an error takes part, because the others would wait for
     # it.
+    # A row is (1 for a rank with an error, two halves of its digest).
     own = [0, *halves] if error is None else [1, 0, 0]
     try:
         if all(row == [0, *halves] for row in _gathered(torch.tensor(own, device="cpu"), group, name)):
             return
         texts = _gathered_texts({"plan": describe()} if error is None else {"error": str(error)}, group, name)
     except PeerError as failure:
+        # The exchange itself failed: this rank's own error is raised, with the failure as its cause.
         if error is not None:
             raise error from failure
         raise

@@ -79,6 +79,7 @@ def direct(cls: Any) -> Any:
         return cls
     # Function.apply also binds defaults, and searches the arguments for tensors that outlived a functorch transform.
     # Both together take as long as a small mapping. Inside such a transform, and for subclasses, the ordinary one runs.
+    # ``super(_base, cls)`` skips ``Function``, whose base class has the C++ entry.
     enter, ordinary = super(_base, cls).apply, _base.apply.__func__  # pyright: ignore[reportAttributeAccessIssue]
 
     def apply(called: Any, *args: Any) -> Any:

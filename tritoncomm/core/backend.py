@@ -101,6 +101,7 @@ def _options(kind: Any, asynchronous: bool, op: Any = None) -> Any:
     return options
 
 
+# Options are made once, for calls that wait and for asynchronous ones: ``[asynchronous]`` selects.
 _gather_options = tuple(_options(AllgatherOptions, flag) for flag in (False, True))
 _exchange_options = tuple(_options(dist.AllToAllOptions, flag) for flag in (False, True))
 _NOT_CARRIED = (
@@ -218,7 +219,7 @@ class InFlight:
         self._work, self._buffers = work, ()
         if buffers and buffers[0].is_cuda:  # Gloo keeps tensors in host memory itself
             self._buffers = buffers
-            # Weakly, as a work in flight must not keep its group alive.
+            # Weakly, as a work in flight must not keep its group alive. Without buffers nobody reads ``_group``.
             self._group = weakref.ref(group) if isinstance(group, ProcessGroup) else group
 
     def __del__(self) -> None:
@@ -294,7 +295,7 @@ def _run(
     """
     try:
         work = call(*arguments)
-        if work is None:
+        if work is None:  # the backend has synchronised by itself
             return None
         if asynchronous:
             return _Pending(work, what, group, name, *buffers)
@@ -393,7 +394,7 @@ def batch(transfers: Sequence[Transfer], group: ProcessGroup) -> list[Work]:
 def _start(transfer: Transfer, group: ProcessGroup) -> Work:
     """Start the send or receive of one message, and return torch's work."""
     is_send, peer, x = transfer
-    return (group.send if is_send else group.recv)([x], peer, 0)
+    return (group.send if is_send else group.recv)([x], peer, 0)  # tag 0
 
 
 class _Works:
@@ -418,6 +419,7 @@ def all_gather_list(parts: list[Tensor], x: Tensor, group: ProcessGroup, name: s
         parts, x = [carrier(part) for part in parts], carrier(x)
 
     def start() -> Work:
+        """Start the all-gather, which fills this rank's part by a copy."""
         if x.is_meta:  # programs propagate shapes through all collectives
             return group.allgather([parts], [x], _gather_options[asynchronous])
         # Every part that is not empty is a broadcast, as torch's own all-gather into a list is no alternative. Gloo
@@ -438,6 +440,7 @@ def reduce_scatter_list(
     op, buffers = op_of(op, out.dtype), [out]
 
     def start() -> Work:
+        """Start the reduce-scatter, which reduces this rank's part in ``out``."""
         if out.is_meta:
             return group.reduce_scatter([out], [parts], _options(dist.ReduceScatterOptions, asynchronous, op))
         # Every part that is not empty is a reduce: versions of nccl2 want equal sizes in torch's own reduce-scatter of
@@ -446,6 +449,7 @@ def reduce_scatter_list(
         out.copy_(parts[rank])
         # NCCL writes on the root only. Gloo adds up in the memory of every rank, and parts may be views of an input.
         reads = is_nccl(backend_name(group, out))
+        # In place, because ``_run`` has the list: the work in flight uses these tensors.
         buffers[:] = [out if w == rank else part if reads else part.clone() for w, part in enumerate(parts)]
         return _rooted(group.reduce, dist.ReduceOptions, [x.detach() for x in buffers], group, op)
 
@@ -460,6 +464,7 @@ def _rooted(call: Any, kind: Any, parts: list[Tensor], group: ProcessGroup, op: 
     """
 
     def start(w: int, part: Tensor) -> Work:
+        """Start the collective of ``part``, whose root is rank w."""
         options = _options(kind, True, op)  # they run at the same time on Gloo
         options.rootRank = w
         return call([part], options)

@@ -25,8 +25,8 @@ def enter(
     if world == 1:
         return None
     if hooks.observer is not None:  # not by ``hooks.begin``: one more call would take 0.1 us
-        # The flight record searches the program's line from three frames above this one on. So the caller is a function
-        # that a public function has called.
+        # The flight record searches the program's line from three frames above this one on, which are 4 from ``begin``.
+        # So the caller is a function that a public function has called.
         hooks.observer.begin(name, kind, group, x, arguments, 4)
     span = Span(name, world)
     if isinstance(x, Tensor):

@@ -35,6 +35,7 @@ def _pack(x: Tensor, dim: int, world: int, sizes: list[int] | None, name: str) -
     # The result of an operator must not alias its input: the schema says so, and the compiler relies on it.
     if path == "view":
         wire, path, copied = wire.clone(), "torch", 2 * x.nbytes
+    # The call itself, with the bytes that it sends, is counted by ``count``.
     record.add(name, path, copied, 0, started, calls=0)
     return wire.view(-1)
 
@@ -209,7 +210,7 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None,
     if _uneven(sizes, world, x.shape[dim] // world) is not None:  # no functional reduce-scatter takes split sizes
         return split(all_reduce(x, group, name), dim, group, sizes, name)
     _check_sum(x, name)
-    wire = _packed(x, dim, world, None, name)
+    wire = _packed(x, dim, world, sizes=None, name=name)
     pending = _c10d.reduce_scatter_tensor(wire, _sum_of(x), world, group.group_name)
     return _shaped(_finished(pending, name, planned.bytes_sent), planned.shape)
 

@@ -71,6 +71,7 @@ def all_gather(
     if sizes is not None:
         parts = list(wire.view(-1).split(planned.recv_counts))
         work = backend.all_gather_list(parts, x.view(-1), group, name, asynchronous)
+    # Dims of size 1 stand before ``dim``: Gloo, which wants the ranks in dim 0, gets flat tensors.
     elif planned.in_order and dim not in (0, -x.dim()):
         work = backend.all_gather(wire.view(-1), x.view(-1), group, name, asynchronous)
     else:
@@ -207,6 +208,7 @@ def all_to_all_single(
     nodes = None
     if levels != "flat":
         nodes = node_exchange.chosen(levels, group, name)
+    # The last argument is the number of ranks on a node; None for an exchange from rank to rank.
     span = enter(name, "all_to_all_single", group, x, (out_sizes, in_sizes, nodes and nodes.size))
     if span is None:
         return (x, None) if asynchronous else x
@@ -222,6 +224,7 @@ def all_to_all_single(
             out, x, planned.recv_sizes, planned.send_sizes, nodes, group, name
         )
         span.end(path, copied + passes, sent)
+        # The exchange in two levels is over: the handle has no work to wait for.
         return (out, Handle(None, out, None)) if asynchronous else out
     work = backend.all_to_all(out, x, planned.recv_sizes, planned.send_sizes, group, name, asynchronous)
     span.end("torch" if copied else "view", copied, planned.bytes_sent)

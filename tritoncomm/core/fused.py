@@ -97,6 +97,8 @@ def _shard(
     step = -(-shape[dim] // plan.world)
     start, size = rank * step, max(0, min(step, shape[dim] - rank * step))
     run, row = plan.run * itemsize, size * math.prod(shape[dim + 1 :]) * itemsize
+    # ``step`` is the longest shard of the dim, ``size`` this rank's; ``run`` and ``row`` are their bytes per row.
+    # A padding segment has no tensor: one row of so many bytes, at that byte of the wire.
     # The rows of the shard lie one after the other: one block, and one padding behind it.
     if size in (0, step) or plan.outer == 1:
         first, extent = [0] * len(shape), list(shape)

@@ -195,6 +195,8 @@ def _by_heads(
     counts = [tokens * sum(share.sizes[w] * shape[3] for share, shape in zip(shares, shapes, strict=True))
               for w in range(world)]  # fmt: skip
     for first, count, steps in _runs(shares, world):
+        # ``block`` is the elements of one rank's block, ``width`` the elements of a token in it. ``column`` is the
+        # element of a token where a tensor's heads begin.
         block, column = counts[first], 0
         width = block // tokens if tokens else 0
         for i, (share, shape, stride) in enumerate(zip(shares, shapes, strides, strict=True)):
@@ -218,6 +220,7 @@ def _by_positions(
     batch, width = shapes[0][1 - seq_dim], sum(shape[2] * shape[3] for shape in shapes)
     copies, wire_start, position = [], 0, 0
     for size, ranks in groupby(seq_sizes):
+        # As in ``_by_heads``, ``block`` and ``width`` count elements of a rank's block, and of a token in it.
         count, block, column = len(list(ranks)), batch * size * width, 0
         # On the wire tokens keep the tensors' order of batch and sequence.
         lead = (batch, size) if seq_dim else (size, batch)
@@ -256,6 +259,7 @@ def heads_plan(
     results = tuple([(*lead, n, shape[3]) for n, shape in zip(heads, shapes, strict=True)])
     width = sum(n * shape[3] for n, shape in zip(heads, shapes, strict=True))
     one_size = len({shape[3] for shape in shapes}) == 1
+    # Tensors with one head_dim lie side by side in the dim of the heads, others in the last dim under one head.
     fused = (*lead, sum(heads), shapes[0][3]) if one_size else (*lead, 1, width)
     unpack, arriving = _by_positions([fused], [contiguous_stride(fused)], seq_dim, seq_sizes)
     splits = heads if one_size else [n * shape[3] for n, shape in zip(heads, shapes, strict=True)]
@@ -290,6 +294,7 @@ def sequence_plan(
     elements = sum(sent), sum(arriving)
     counts = ((), ()) if layout.even else (sent, arriving)
     bytes_sent = (elements[0] - sent[rank]) * itemsize
+    # Nothing is fused in this direction: each result is a tensor of its own.
     return ExchangePlan(pack, unpack, _joined(pack), results, (), [], 0, *counts, bytes_sent, elements)
 
 
@@ -399,6 +404,7 @@ def to_heads(tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, nam
     del wire  # frees the sent buffer before the results are allocated
     if not plan.unpack:
         fused = torch.ops.aten._unsafe_view(received, plan.fused)
+    # One copy: every rank has as many positions, which ``unpack`` puts side by side.
     elif len(plan.unpack) == 1:
         fused, path, unpacked = ops.unpack(received, plan.fused, layout.seq_dim, len(layout.seq_sizes))
         copied += unpacked
@@ -510,6 +516,7 @@ def _unpacked(received: Tensor, copy: BlockCopy, shape: Ints, share: HeadShare) 
     if share.replicated:
         blocks = _wire_view(received, copy)
         return blocks.sum(0, dtype=received.dtype) if copy.size[0] <= _IN_ORDER else _summed(blocks)
+    # The dim of the ranks moves behind the tokens, so that each token has the heads of all ranks side by side.
     (count, *tokens, heads, head_dim), (block, *steps) = copy.size, copy.wire_stride
     size, stride = (*tokens, count, heads, head_dim), (*steps[:2], block, *steps[2:])
     rows = received.as_strided(size, stride, copy.wire_start).clone(memory_format=torch.contiguous_format)

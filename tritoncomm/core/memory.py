@@ -65,7 +65,7 @@ def share_elements(x: Tensor, y: Tensor) -> bool:
         return True
     try:
         return np.shares_memory(np.asarray(_Placed(x)), np.asarray(_Placed(y)), max_work=_MOST_WORK)
-    # Numpy stops after a million candidates of strided tensors.
+    # Numpy stops after a million candidates of strided tensors; an overlap is not found then.
     except np.exceptions.TooHardError:
         return False
 
@@ -74,6 +74,7 @@ class _Placed:
     """A tensor's address, shape and strides as numpy's array interface, by which numpy compares without reading."""
 
     def __init__(self, x: Tensor) -> None:
+        # ``data`` is (address, whether it is read-only), ``|V`` an element of so many bytes, and strides are in bytes.
         self.__array_interface__ = {
             "version": 3, "data": (x.data_ptr(), True), "typestr": f"|V{x.itemsize}", "shape": tuple(x.shape),
             "strides": tuple(step * x.itemsize for step in x.stride()),

@@ -129,16 +129,17 @@ def all_to_all(
         middle = x.new_empty(x.shape)
         backend.all_to_all(middle, x, across, across, group, name)
         shape = (count, size * chunk, *x.shape[1:])
-        packed, path, copied = ops.pack(middle.view(shape), 1, size)
+        packed, path, copied = ops.pack(middle.view(shape), dim=1, world=size)
         inside = nodes.inside([count * chunk] * size)
         backend.all_to_all(middle, packed.reshape(x.shape), inside, inside, group, name)
-        _, _, copied_back = ops.unpack(middle, shape, 1, size, out=out.view(shape))
+        _, _, copied_back = ops.unpack(middle, shape, dim=1, world=size, out=out.view(shape))
         sent = ((count - 1) * size + (size - 1) * count) * chunk * row_bytes
         return path, copied + copied_back, sent
     if counts is None:
         counts = row_counts(in_rows, nodes, group, name, x.device)
     # ``ahead`` counts the rows that this rank sends to the rank of each node, for all ranks of that node.
     ahead = [sum(in_rows[node * size : (node + 1) * size]) for node in range(count)]
+    # ``middle`` gets what the ranks of all nodes send through this rank to the ranks of its node: [node][local rank].
     middle = x.new_empty((sum(map(sum, counts)), *x.shape[1:]))
     backend.all_to_all(middle, x, nodes.across([sum(row) for row in counts]), nodes.across(ahead), group, name)
     packed = _transposed(middle, counts)

@@ -74,7 +74,7 @@ def forced_path() -> PathChoice:
 
 def _path_on_gpu(x: Tensor, op: str, dim: int, world: int, sizes: Ints | None, shape: Ints | None) -> CopyPath:
     """Return ``torch`` for a GPU tensor below the crossover of the tuned table, else ``triton``; see ``path_for``."""
-    limits = crossover(op, x.get_device())
+    limits = crossover(op, x.get_device())  # None without a tuned table
     if limits is None or (nbytes := x.nbytes) >= limits.most:
         return "triton"
     if nbytes < limits.least:
@@ -168,14 +168,15 @@ def pack_into(
         if layout is not None:
             wire, sizes, plan = wire.view(1, -1, x.shape[-1]), None, AddressMap.along(x.shape, -1, 1)
     if layout is None:
-        _refuse_triton("pack", x, dim)
+        _refuse_triton("pack", x, dim)  # raises only if triton is forced
         return "torch", _pack_blocks(wire, x, plan, dim, sizes, scale)
+    # ``sizes`` counts indices of the dim, ``plan.lengths`` the elements of a row that they are; both may be None.
     rows = x.as_strided(*layout)
     if path == "triton":
         try:
             return path, kernels.pack(rows, wire, scale, sizes=plan.lengths)
         except TooLargeError as error:
-            _leave_to_torch(error)
+            _leave_to_torch(error)  # raises only if triton is forced
     return "torch", reference.pack(rows, wire, scale, sizes=plan.lengths)
 
 
@@ -247,14 +248,15 @@ def _unpack_into(
     """Unpack ``wire``, ``[world, outer, run]`` or flat with ``sizes``; return the path and the bytes copied."""
     path, layout = path_for(out, "unpack", dim, plan.world, sizes), rows_layout(out.shape, out.stride(), dim)
     if layout is None:
-        _refuse_triton("unpack", out, dim)
+        _refuse_triton("unpack", out, dim)  # raises only if triton is forced
         return "torch", _unpack_blocks(wire, out, plan, dim, sizes, scale, accumulate)
+    # ``sizes`` counts indices of the dim, ``plan.lengths`` the elements of a row that they are; both may be None.
     rows = out.as_strided(*layout)
     if path == "triton":
         try:
             return path, kernels.unpack(wire, rows, scale, accumulate=accumulate, sizes=plan.lengths)
         except TooLargeError as error:
-            _leave_to_torch(error)
+            _leave_to_torch(error)  # raises only if triton is forced
     return "torch", reference.unpack(wire, rows, scale, accumulate=accumulate, sizes=plan.lengths)
 
 
@@ -301,7 +303,7 @@ def reduce(
         try:
             return out, "triton", kernels.reduce(flat, total, scale)
         except TooLargeError as error:
-            _leave_to_torch(error)
+            _leave_to_torch(error)  # raises only if triton is forced
     return out, "torch", reference.reduce(flat, total, scale)
 
 
@@ -326,7 +328,7 @@ def _plain_copy(name: str, x: Tensor, wire: Tensor, shape: Ints, stride: Ints, d
     alignment = (x.data_ptr() | wire.data_ptr()) & 15
     launch, copied = _prepared(name, x.get_device(), x.dtype, alignment, shape, stride, dim, world)
     if launch is not None:
-        launch(x, wire, 1.0)
+        launch(x, wire, 1.0)  # by the scale 1
     return copied
 
 
@@ -356,7 +358,8 @@ def _pack_blocks(wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Int
         if scale is None:
             block.copy_(shard)
         else:
-            # A scale takes a second pass, in fp32 at least, so that the value is rounded once.
+            # A scale takes a second pass, in fp32 at least, so that the value is rounded once. From fp64 to 16 bits it
+            # is rounded twice, as in the kernels.
             wide = torch.promote_types(torch.promote_types(x.dtype, wire.dtype), torch.float32)
             value = shard.to(wide) * scale  # not in place: a shard of that type is the caller's memory
             block.copy_(value.float() if wide is torch.float64 and wire.itemsize == 2 else value)
@@ -378,7 +381,7 @@ def _blocks(wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Ints | N
     """Yield for each rank (its part of ``wire``, its shard of ``x``), views of one shape; zero the wire's padding."""
     dim %= x.dim()
     lead, tail = x.shape[:dim], x.shape[dim + 1 :]
-    step, start = -(-x.shape[dim] // plan.world), 0
+    step, start = -(-x.shape[dim] // plan.world), 0  # ``step`` is the size of a full shard, which is rounded up
     for w in range(plan.world):
         size = sizes[w] if sizes is not None else max(0, min(step, x.shape[dim] - start))
         shard = x.narrow(dim, start, size)

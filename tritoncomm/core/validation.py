@@ -113,7 +113,7 @@ def world_of(group: ProcessGroup, name: str) -> int:
     """Return the number of ranks of ``group``; reject a destroyed one."""
     if group in members:
         return group.size() if _changes_in_place else len(members[group])
-    if group in distributed_c10d._world.pg_map:  # of ranks that are threads
+    if group in distributed_c10d._world.pg_map:  # where ranks are threads, each thread has a table of its own
         return group.size()
     try:
         registered = group.group_name
@@ -142,7 +142,7 @@ def rank_in(group: ProcessGroup, global_rank: Any, name: str) -> int:
         rank = operator.index(global_rank)
         if 0 <= rank < dist.get_world_size():
             return dist.get_group_rank(group, rank)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # no integer, or a rank outside of the group
         pass
     raise GroupError(f"{name}: global rank {global_rank!r} is not in the group {ranks_of(group, name)}")
 

@@ -41,6 +41,7 @@ VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "NCCL_P2P_DISABLE",
     "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_DEBUG", "TORCH_DIST_USE_NCCL2", "TORCH_DISTRIBUTED_DEBUG",
 )  # fmt: skip
+# Failures of the self test that are errors of the program or of the installation.
 _NO_NETWORK = re.compile(r"rank \d: (tritoncomm\.errors\.|(ModuleNotFound|Import|Attribute|Name)Error|\w+ gave wrong)")
 
 
@@ -76,6 +77,7 @@ def examine(self_test: bool = True) -> Iterator[Finding]:
     yield _recorder()
     yield from _launcher()
     yield _open_files(count > 0)
+    # Findings on variables. The self test runs without those that are a problem.
     judged = [_variable(name) for name in VARIABLES if name in os.environ]
     yield from judged
     for name in sorted(os.environ):
@@ -93,6 +95,7 @@ def examine(self_test: bool = True) -> Iterator[Finding]:
 
 
 def _version(package: str, minimum: tuple[int, int]) -> Finding:
+    """Examine whether a package is installed in the version that is needed."""
     needed = ".".join(map(str, minimum))
     try:
         version = metadata.version(package)
@@ -200,6 +203,7 @@ def _open_files(has_gpu: bool) -> Finding:
 
 
 def _gpus(gpus: Sequence[Any]) -> Iterator[Finding]:
+    """Report every GPU, and whether the kernels were compiled for its architecture; ``gpus`` are torch's properties."""
     if not gpus:
         hint = "mappings run over Gloo with torch's copies; kernels need a GPU"
         if shutil.which("nvidia-smi"):
@@ -335,6 +339,7 @@ def _can_be_written(folder: Path) -> bool:
 
 
 def _table_variable(name: str, value: str) -> Finding:
+    """Examine the file or folder that TRITONCOMM_TABLE names."""
     named = tables.variable()
     if named in ("", "none"):
         return Finding(name, repr(value), "ok" if not named else "note", "" if not named else "no tuned table is read")

@@ -49,6 +49,7 @@ def run(backend: str, seconds: float = 60.0, without: Sequence[str] = ()) -> str
             while None in codes and not any(codes) and time.monotonic() < end:
                 time.sleep(0.02)
                 codes = [process.poll() for process in ranks]
+            # Without a rank that failed, one that did not print "exact" was too slow.
             failed = [rank for rank, code in enumerate(codes) if code]
             return next(filter(None, (_last_line(rank, logs[rank]) for rank in failed or range(WORLD))), "")
         finally:

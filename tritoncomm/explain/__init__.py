@@ -127,6 +127,7 @@ def explain(
             raise ArgumentError(f"plan: expected {getattr(kind, '__name__', kind)}, not {value!r:.80}")
     if world < 1 or not shape or min(shape) < 0:
         raise ShapeError(f"plan: shape {list(shape)} over {world} ranks: sizes of 0 or more, one rank or more")
+    # ``lists`` are sizes, out_sizes and stride, in the order of ``Call``.
     _check_extent(shape, max(world, *PROJECTED), dtype, lists[1] or (), lists[2] or ())
     _check_device(device, sm_count)
     kind = "cpu" if device == "cpu" else "cuda"
@@ -166,6 +167,7 @@ def _check_extent(shape: Ints, world: int, dtype: torch.dtype, out_sizes: Sequen
     if world > _MOST_RANKS:
         raise ShapeError(f"plan: no job has more than {_MOST_RANKS} ranks")
     sizes = [max(size, 1) for size in shape]
+    # The tensor gathered from all ranks; the result of an all-to-all, which has ``out_sizes`` in one of the dims.
     elements = max(math.prod(sizes) * world, math.prod(sizes) // min(sizes) * sum(out_sizes))
     reach = sum((size - 1) * step for size, step in zip(sizes, stride, strict=False))
     nbytes = max(elements, reach, *stride, 0) * dtype.itemsize
@@ -220,11 +222,13 @@ def _both(short: str, shape: Ints, call: Call) -> tuple[Movement, Movement | Non
 
 
 def _movement(name: str, move: Move, shape: Ints, call: Call) -> Movement:
+    """Return one direction of a mapping; over one rank it has no step."""
     steps, result = ([], shape) if call.world == 1 else move(shape, call.dims, call)
     return Movement(name, shape, result, tuple(steps))
 
 
 def _share(short: str, shape: Ints, call: Call) -> Share:
+    """Return the predicted seconds of forward and backward over the ranks of ``call``."""
     try:
         forward, backward, _ = _both(short, shape, call)
     except ShapeError:

@@ -23,7 +23,9 @@ __all__ = [
 ]
 
 Steps = tuple[list[Step], Ints]
+"""(steps, shape of the result)."""
 Move = Callable[[Ints, Ints, Call], Steps]
+"""From the shape of the input, the mapping's dims and the call to the steps."""
 
 
 def identity(shape: Ints, dims: Ints, call: Call) -> Steps:
@@ -35,7 +37,7 @@ def all_reduce(shape: Ints, dims: Ints, call: Call) -> Steps:
     """Return the steps of a sum over the ranks; in place if the call overwrites and the tensor is contiguous."""
     call.check_sum()
     size, copies = call.nbytes(shape), call.flat(shape)
-    if not copies:
+    if not copies:  # a contiguous input; the copy of a strided one is the buffer of the sum
         where = "in place: overwrite_inputs is on" if call.overwrite else "into a copy: overwrite_inputs is off"
         copies = [call.local("copy", where, 0 if call.overwrite else 2 * size)]
     sent = call.collective("all-reduce", f"{list(shape)}", plan.all_reduce_bytes(size, call.world))
@@ -100,6 +102,7 @@ def all_to_all(shape: Ints, dims: Ints, call: Call) -> Steps:
 
 
 def _plan(function: Callable[..., CollectivePlan], shape: Ints, call: Call, *args: object) -> CollectivePlan:
+    """Return ``function(shape, itemsize, *args)``, a function of ``plan``; its errors get the rank and the shape."""
     try:
         return function(shape, call.dtype.itemsize, *args)
     except CommError as error:

@@ -163,6 +163,7 @@ class Call:
         return self._layout("unpack", shape, torch.empty(shape, device="meta").stride(), dim, sizes, is_wire)
 
     def _layout(self, name: str, shape: Ints, stride: Ints, dim: int, sizes: Ints | None, is_wire: bool) -> Step:
+        """Return the step of a pack or unpack of a tensor of ``shape`` and ``stride``; none moves if ``is_wire``."""
         if is_wire:
             return self.local(name, f"{list(shape)} is already in rank order (no copy)", 0)
         plan, dim = AddressMap.along(shape, dim, self.world, sizes), dim % len(shape)
@@ -186,6 +187,7 @@ class Call:
         return self.local(name, what, copied, path, tile_text, origin_of(name, unit, self.device_name, self.sm_count))
 
     def _copied(self, name: str, what: str, copied: int) -> Step:
+        """Return the step of a layout that no kernel reads: torch's copies, or an error if triton is forced."""
         if ops.forced_path() == "triton":
             raise UnsupportedError(f"plan: path triton is forced, but no kernel walks {what} with these strides")
         return self.local(name, f"{what}, one strided copy per rank", copied)

@@ -96,6 +96,7 @@ class DistributedAttention(nn.Module):
         out = self.local_attn(query, key, value, *args, **kwargs)
         if group.size() == 1:
             return out
+        # The local attention has merged heads and head_dim into dim 2; they are merged again after the exchange.
         if out.dim() == 3:
             return ulysses.to_sequence(
                 out.unflatten(2, (query.shape[HEAD_DIM], -1)), exchange.out, group, exchange.names
@@ -105,6 +106,7 @@ class DistributedAttention(nn.Module):
     def _exchange(self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int, name: str) -> Exchange:
         """Return the plan of this call; an own ``num_kv_heads`` decides the split, else the key tensor does."""
         _check_batch_dim(batch_dim_idx, name)
+        # The sequence is in the other one of the dims 0 and 1; None: every rank has as many positions.
         exchange = ulysses.exchange_for(query, key, value, self.spg, 1 - batch_dim_idx, None, name)
         kv_heads = self.num_kv_heads
         if kv_heads is None or kv_heads == key.shape[HEAD_DIM]:
@@ -121,6 +123,7 @@ def _followed(exchange: Exchange, q_heads: int, k_heads: int, kv_heads: int) -> 
     """Return the exchange with heads split as ``kv_heads`` groups are."""
     sizes = exchange.qkv.seq_sizes
     q, groups = split_heads(q_heads, kv_heads, len(sizes))
+    # The key tensor has ``per`` heads for each of the ``kv_heads`` groups; queries, keys and values have a share each.
     per = k_heads // kv_heads
     k = HeadShare(tuple([per * n for n in groups.starts]), tuple([per * n for n in groups.sizes]), k_heads)
     seq_dim = exchange.qkv.seq_dim
@@ -171,7 +174,7 @@ def _uneven(x: Tensor, to_heads: bool, seq_dim: int, kv_heads: int, group: Proce
         layout, columns = plan(x.shape, to_heads, seq_dim, kv_heads, group.size(), group.rank())
     except ShapeError as error:
         raise located(error, x.shape, name, group) from None
-    names = name, f"{name}.backward"
+    names = name, f"{name}.backward"  # of the exchange in forward, and in backward
     if to_heads:
         return ulysses.to_heads((x,), layout, group, names)[0]
     if columns is not None:
@@ -206,6 +209,7 @@ def _uneven_layout(
 
 
 def _refuse_overlap(name: str, argument: str, value: Any) -> None:
+    """Reject a ``value`` of the argument with which DeepSpeed overlaps an exchange; None passes."""
     if value is not None:
         raise UnsupportedError(
             f"{name}: {argument} (overlap of the exchange with the projections) is not supported; pass None"
@@ -213,6 +217,7 @@ def _refuse_overlap(name: str, argument: str, value: Any) -> None:
 
 
 def _check_batch_dim(batch_dim_idx: int, name: str) -> None:
+    """Reject a dim of the batch other than 0 and 1."""
     if batch_dim_idx not in (0, 1):
         raise ArgumentError(f"{name}: batch_dim_idx must be 0 or 1, not {batch_dim_idx!r}")
 

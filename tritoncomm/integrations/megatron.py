@@ -57,18 +57,23 @@ class Report:
 
 @dataclass(frozen=True)
 class _Options:
+    """Arguments of ``patch``."""
+
     cross_entropy: bool
     packages: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class _Active:
+    """A patch that is bound: its arguments, its names, and what its report says."""
+
     options: _Options
     rebinding: Rebinding
     version: str
     kept: tuple[str, ...]
 
     def report(self) -> Report:
+        """Return the report on the names that are replaced now."""
         return Report(self.version, tuple(sorted(self.rebinding.names)), self.kept)
 
 
@@ -117,8 +122,12 @@ class _State:
         return value if self.active is None else self.active.rebinding.original(value)
 
     def ours(self, names: tuple[str, ...], originals: Sequence[Any], make: Make) -> Sequence[Any]:
-        """Return our objects for these originals, the same ones in every patch, so that a block restores all names."""
+        """Return our objects for these originals, the same ones in every patch.
+
+        ``Rebinding`` finds names by the identity of their objects: a block could not restore a name with another one.
+        """
         before, _ = self.replacements.get(names, ((), ()))
+        # After a reload the originals are other objects, for which ours are made anew.
         if list(map(id, before)) != list(map(id, originals)):
             self.replacements[names] = originals, make(*originals)
         return self.replacements[names][1]
@@ -215,6 +224,7 @@ def patched(*, cross_entropy: bool = False, packages: Sequence[str] = ("megatron
 
 
 def _options(cross_entropy: bool, packages: Sequence[str]) -> _Options:
+    """Check the arguments of ``patch``, and return them."""
     if isinstance(packages, str) or not packages:
         raise ArgumentError(f"packages must be a list of top-level package names, not {packages!r}")
     imported = {"megatron", *(module.partition(".")[0] for module in sys.modules)}
@@ -225,6 +235,7 @@ def _options(cross_entropy: bool, packages: Sequence[str]) -> _Options:
 
 
 def _report() -> Report:
+    """Return the report of the patch that is bound."""
     assert _state.active is not None
     return _state.active.report()
 
@@ -235,6 +246,7 @@ def _core(name: str) -> Any:
 
 
 def _activate(options: _Options) -> _Active:
+    """Bind the names of all loaded modules to our objects; warn of a version that was not tested."""
     swaps, kept = _swaps(options.cross_entropy)
     version = _core("package_info").__version__
     if version.partition("+")[0] not in TESTED:  # inside of a git repository Megatron appends its commit
@@ -291,10 +303,12 @@ def _sets(cross_entropy: bool) -> Iterator[tuple[str, tuple[str, ...], Make]]:
 
 
 def _always(ours: Any) -> Make:
+    """Return the function that gives ``ours`` for any original."""
     return lambda theirs: [ours]
 
 
 def _linear(theirs: Any, linear_class: Any) -> Sequence[Any]:
+    """Return our objects for Megatron's linear function of a trained weight, and for its autograd class."""
     for function in (theirs, _forward(linear_class)):
         _parameters(function)  # refuses one that cannot be read
     resolve = _state.original("utils", "get_tensor_model_parallel_group_if_none")
@@ -303,12 +317,14 @@ def _linear(theirs: Any, linear_class: Any) -> Sequence[Any]:
 
 
 def _frozen_linear(theirs: Any, linear_class: Any) -> Sequence[Any]:
-    _parameters(theirs)
+    """Return our objects for Megatron's linear function of a frozen weight, and for its autograd class."""
+    _parameters(theirs)  # refuses one that cannot be read
     resolve = _state.original("utils", "get_tensor_model_parallel_group_if_none")
     return megatron_functions.frozen_linear_functions(theirs, linear_class, resolve)
 
 
 def _cross_entropy(theirs: Any) -> Sequence[Any]:
+    """Return our object for Megatron's cross entropy, as a list of one."""
     group = _state.original("parallel_state", "get_tensor_model_parallel_group")
     return [megatron_functions.VocabParallelCrossEntropy(theirs, group)]
 
@@ -317,7 +333,7 @@ def _check_signature(label: str, theirs: Any, ours: Any) -> None:
     """Reject a function of Megatron's if ours does not take every call that it takes."""
     for suffix, expected, offered in _callables(label, theirs, ours):
         names, own = _parameters(expected), _parameters(offered)
-        more = own[len(names) :]
+        more = own[len(names) :]  # arguments that only ours has: a call of Megatron's leaves them out
         if len(names) > len(own) or any(p.default is p.empty for p in more) or not all(map(_takes, own, names)):
             signatures = f"({', '.join(map(str, names))}), ours takes ({', '.join(map(str, own))})"
             raise UnsupportedError(f"{label}{suffix} takes {signatures}")

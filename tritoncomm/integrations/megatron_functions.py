@@ -51,15 +51,15 @@ def _all_gather(
     x: Tensor, group: ProcessGroup, buffers: Buffers, name: str, asynchronous: bool
 ) -> tuple[Tensor, backend.Work, Tensor]:
     """All-gather dim 0 into Megatron's global memory buffer; return (result, work, contiguous input that is sent)."""
-    span = enter(name, "all_gather", group, x, (0, None))
+    span = enter(name, "all_gather", group, x, (0, None))  # the dim, and no split sizes
     if span is None:
         return x, None, x
     try:
-        plan = cached_all_gather(x.shape, x.itemsize, 0, span.world, 0)
+        plan = cached_all_gather(x.shape, x.itemsize, 0, span.world, 0)  # dim 0; an even plan is that of any rank
     except ShapeError as error:
         raise located(error, x.shape, name, group) from None
     x, copied = ops.contiguous(x)
-    out = buffers().get_tensor(plan.shape, x.dtype, "mpu")
+    out = buffers().get_tensor(plan.shape, x.dtype, "mpu")  # Megatron's name for this buffer, which calls share
     work = backend.all_gather(out, x, group, name, asynchronous)
     span.end("torch" if copied else "view", copied, plan.bytes_sent)
     return out, work, x
@@ -92,19 +92,20 @@ class _Linear(Function):
         options = ctx.has_bias, ctx.allreduce_dgrad, ctx.group, ctx.buffers
         if _is_autocast():  # the forward ran without autocast
             with torch.autocast(grad.device.type, enabled=False):
-                return *_gradients(x, weight, grad, options), None, None, None
+                return *_gradients(x, weight, grad, options), None, None, None  # none for the last three arguments
         return *_gradients(x, weight, grad, options), None, None, None
 
 
 def _product(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None, buffers: Buffers | None
 ) -> Tensor:
+    """Return ``x @ weight.t() + bias``; with ``buffers`` and a group x is all-gathered along dim 0 first."""
     if buffers is None or group is None:
         out = _matmul(x, weight)
     elif is_compiling():
         out = _matmul(eager.all_gather(x, 0, group, None, _LINEAR), weight)
     else:
-        out = _matmul(_all_gather(x, group, buffers, _LINEAR, False)[0], weight)
+        out = _matmul(_all_gather(x, group, buffers, _LINEAR, asynchronous=False)[0], weight)
     return out if bias is None else out + bias  # not the fused sum of `linear`, which rounds once
 
 
@@ -119,7 +120,8 @@ def _gradients(x: Tensor, weight: Tensor, grad: Tensor, options: Options) -> tup
     if buffers is not None:
         # Order matters: the all-gather starts before the product for the input's gradient, and the reduction of that
         # gradient before the product for the weight's. Each collective runs beside a product that does not need it.
-        x, gathering, _sent = _all_gather(x, group, buffers, name, True)  # `_sent` lives until the all-gather ends
+        # `_sent` lives until the all-gather ends.
+        x, gathering, _sent = _all_gather(x, group, buffers, name, asynchronous=True)
         grad_x = grad.matmul(weight)
         if gathering is not None:
             gathering.wait()
@@ -147,6 +149,7 @@ def _recorded_gradients(
         x = mappings.gather_from_sequence_parallel_region(x, group=group)
         grad_x = mappings.reduce_scatter_to_sequence_parallel_region(grad_x, group=group)
     elif allreduce_dgrad:
+        # Forward: identity. A second backward all-reduces the gradient of x, as this one does.
         x = mappings.copy_to_tensor_model_parallel_region(x, group=group)
         grad_x = mappings.reduce_from_tensor_model_parallel_region(grad_x, group=group)
     rows = grad.reshape(-1, grad.shape[-1])
@@ -191,6 +194,7 @@ def _is_ours(input: Tensor, weight: Tensor, gtp_remat_size: int, is_deferred: bo
 
 
 def _takes(function: Any, name: str) -> bool:
+    """Whether a function has a parameter ``name``, by which releases of Megatron differ."""
     return name in inspect.signature(function).parameters
 
 
@@ -239,7 +243,7 @@ class TrainedLinear:
         if not (allreduce_dgrad or sequence_parallel):
             if bias is None and input.is_contiguous():
                 return _matmul(input, weight)  # autograd's own derivative has the same products, and no Python in it
-            return _Linear.apply(input, weight, bias, False, None, None)
+            return _Linear.apply(input, weight, bias, False, None, None)  # no collectives: no group, no buffers
         if allreduce_dgrad and sequence_parallel:
             raise ArgumentError(f"{_LINEAR}: allreduce_dgrad and sequence_parallel exclude each other")
         if tp_group is None:
@@ -402,9 +406,12 @@ class LinearWithFrozenWeight:
     @classmethod
     def apply(cls, input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, tp_group: Any) -> Tensor:
         """Return ``input @ weight.t() + bias``, by our autograd function or by Megatron's."""
-        if not _is_ours(input, weight, 1, False):
+        if not _is_ours(input, weight, gtp_remat_size=1, is_deferred=False):
             return cls.theirs.apply(input, weight, bias, allreduce_dgrad, tp_group)
-        return cls.function(input, weight, bias, False, allreduce_dgrad, False, tp_group)
+        return cls.function(
+            input, weight, bias, gradient_accumulation_fusion=False, allreduce_dgrad=allreduce_dgrad,
+            sequence_parallel=False, tp_group=tp_group,
+        )  # fmt: skip
 
 
 def frozen_linear_functions(theirs: Any, linear_class: Any, resolve_group: ResolveGroup) -> tuple[FrozenLinear, type]:
@@ -465,4 +472,6 @@ class VocabParallelCrossEntropy:
         size = vocab_parallel_logits.shape[-1]
         bounds = group.rank() * size, size
         classes = size * group.size()
-        return self._rows(vocab_parallel_logits.float(), target, None, bounds, classes, -100, 0.0, group)[0]
+        logits = vocab_parallel_logits.float()
+        # Without class weights and smoothing. Targets of -100 are ignored; [1] is the divisor of a mean.
+        return self._rows(logits, target, None, bounds, classes, ignore_index=-100, smoothing=0.0, group=group)[0]

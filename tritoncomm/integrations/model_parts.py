@@ -76,10 +76,12 @@ def _text_config(config: Any) -> Any:
 
 
 def _kinds(config: Any) -> set[str]:
+    """Return the kinds of layers in a config, its ``layer_types``; an empty set where it has none."""
     return {str(kind) for kind in getattr(config, "layer_types", None) or ()}
 
 
 def _wrong_kinds(config: Any) -> str | None:
+    """Return the reason why a kind of layer in a config is not known to be right over shards; None without one."""
     odd = sorted(_kinds(config) - _ATTENTION - _BY_POSITION)
     if not odd:
         return None

@@ -22,8 +22,10 @@ class Rebinding:
     def __init__(self, packages: Sequence[str]) -> None:
         self._packages = tuple(packages)
         self._swaps: list[tuple[Any, Any]] = []  # the pairs keep the ids below valid
+        # Replacements by the id of the original, and the newest original by the id of the replacement.
         self._replacements: dict[int, Any] = {}
         self._originals: dict[int, Any] = {}
+        # Names, as (id of the module, name), that held a replacement already, and the original of each bound name.
         self._imported: set[tuple[int, str]] = set()
         self._replaced: dict[tuple[int, str], tuple[ModuleType, Any]] = {}
 
@@ -88,6 +90,7 @@ class Rebinding:
         self._replaced = {}
 
         def redo() -> None:
+            """Bind again exactly the names that were undone."""
             self._replaced = replaced
             for module, name, replacement in undone:
                 setattr(module, name, replacement)

@@ -61,6 +61,7 @@ class UlyssesTrainerMixin(_Base):
         return model
 
     def _refuse_options(self) -> None:
+        """Reject options of ``Trainer`` that would give other numbers over sequence shards than in one process."""
         args, parallel = self.args, getattr(self.args, "parallelism_config", None)
         options = {
             "compute_loss_func": self.compute_loss_func is not None,
@@ -103,6 +104,7 @@ class UlyssesTrainerMixin(_Base):
         return leaders
 
     def _first_rank(self) -> int:
+        """Return the global rank of the first rank of this rank's sequence group, by which groups are told apart."""
         return torch.distributed.get_process_group_ranks(self.sequence_group)[0]
 
     def _prepare_data_loader(
@@ -137,6 +139,7 @@ class UlyssesTrainerMixin(_Base):
         count = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 
         def select(x: Tensor) -> Tensor:
+            """Return the samples of the first rank of every group, from those of all ranks along dim 0."""
             return x.unflatten(0, (world, -1))[self._leaders].flatten(0, 1)[:count]
 
         apply = importlib.import_module("accelerate.utils").recursively_apply
@@ -153,6 +156,7 @@ class UlyssesTrainerMixin(_Base):
         return super().floating_point_ops(inputs) / self.sequence_group.size()
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
+        """Count input tokens as ``Trainer`` does, but the batch of a sequence group once: each of its ranks has it."""
         seen = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
         self.state.num_input_tokens_seen = seen + (self.state.num_input_tokens_seen - seen) // self.get_cp_size()
@@ -168,7 +172,7 @@ class UlyssesTrainerMixin(_Base):
         if num_items_in_batch is None:
             raise ArgumentError(f"{type(self).__name__}: a batch needs labels, only {', '.join(inputs)} are there")
         shard = shard_batch(inputs, self.sequence_group)
-        loss, outputs = super().compute_loss(model, shard, True, num_items_in_batch)
+        loss, outputs = super().compute_loss(model, shard, True, num_items_in_batch)  # True: return the outputs too
         self._refuse_further_losses(outputs)
         return (loss, outputs) if return_outputs else loss
 

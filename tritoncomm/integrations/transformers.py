@@ -38,6 +38,7 @@ _TAKEN = frozenset(
     + ["sliding_window", "use_cache"]
 )
 _registered: "dict[str, _Implementation]" = {}
+# (size, own rank) of each group whose ranks have compared their batches.
 _compared: "WeakKeyDictionary[ProcessGroup, tuple[int, int]]" = WeakKeyDictionary()
 
 
@@ -189,7 +190,7 @@ class _Implementation:
         self.own_positions = own_positions
         self.arguments = inspect.signature(inner).parameters.keys()
         self.judged: WeakSet[Any] = WeakSet()  # modules of models that were found right
-        self.made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self.made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # masks of ``make_mask``, by their id
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
@@ -203,11 +204,12 @@ class _Implementation:
         self._check(query, key, attention_mask, kwargs)
         query, key, value = ulysses.autocast((query, key, value))
         tensors = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        exchange = ulysses.exchange_for(*tensors, group, 1, None, self.name)
+        exchange = ulysses.exchange_for(*tensors, group, seq_dim=1, seq_sizes=None, name=self.name)
         if group.size() > 1:
             kwargs.pop("position_ids", None)  # local ones; an implementation would take them for all positions
             local = ulysses.to_heads(tensors, exchange.qkv, group, exchange.names)
             query, key, value = (x.transpose(1, 2) for x in local)
+        # Query heads per key/value head here, which may differ from the number in the module.
         of_rank = query.shape[1] // key.shape[1]
         if self.attention != "sdpa" or of_rank != groups:
             module = _Local(module, of_rank, self.attention)
@@ -217,6 +219,7 @@ class _Implementation:
         return out, None
 
     def _check_positions(self, module: Any, position_ids: Any) -> None:
+        """Reject position ids that ``shard_batch`` did not make for this group: the batch may not be sharded."""
         if not isinstance(position_ids, Tensor):
             raise UnsupportedError(
                 f"{self.name}: {type(module).__name__} passes no position_ids to its attention, which therefore cannot "
@@ -244,6 +247,7 @@ class _Implementation:
         self.judged.add(module)
 
     def _check(self, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
+        """Reject arguments, a cache or a mask that ``attention`` cannot take once all positions are exchanged."""
         plain = int | float if self.group.size() > 1 else int | float | Tensor  # a tensor is of local positions
         for argument, value in kwargs.items():
             if value is None or value is False or argument in _TAKEN:
@@ -299,6 +303,7 @@ class _Implementation:
             )
         if self.inner_mask is None:
             return attention_mask
+        # All queries and all keys, both from position 0 on.
         mask = self.inner_mask(batch_size, positions, positions, 0, 0, attention_mask=attention_mask, **kwargs)
         if isinstance(mask, Tensor) and not is_compiling():
             self.made[id(mask)] = mask
@@ -340,6 +345,7 @@ def shard_batch(
     start, end = (rank * (ids.shape[1] + more) // group.size() for rank in (group.rank(), group.rank() + 1))
 
     def shard(x: Tensor, value: int) -> Tensor:
+        """Return this rank's positions of ``x``, padded with ``value`` at the end of the sequence."""
         return F.pad(x, (0, more), value=value)[:, start:end].contiguous()
 
     positions, mask = _positions(batch, ids.shape[1] + more), batch.get("attention_mask")
@@ -381,7 +387,7 @@ def _check_batch(batch: Mapping[str, Any], group: ProcessGroup, name: str) -> No
     if variables.CHECK.value or variables.HASH.value or _compared.get(group) != here:
         entries = {} if error is not None else _described(batch)
         digest = hashlib.blake2b(repr(entries).encode(), digest_size=16).digest()
-        agree(name, group, digest, error, lambda: entries, "batches")
+        agree(name, group, digest, error, lambda: entries, things="batches")  # raises on every rank, or on none
         _compared[group] = here
     elif error is not None:
         raise error
@@ -393,6 +399,7 @@ def _described(batch: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _in_words(x: Tensor) -> str:
+    """Return shape, dtype and a digest of the values of a tensor; on a GPU the host waits for them."""
     data = x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
     return (
         f"{list(x.shape)} of {str(x.dtype).removeprefix('torch.')}, {hashlib.blake2b(data, digest_size=8).hexdigest()}"
@@ -400,6 +407,7 @@ def _in_words(x: Tensor) -> str:
 
 
 def _check_entries(batch: Mapping[str, Any], name: str) -> None:
+    """Reject a batch without ``input_ids`` ``[b, S]``, with entries of other names, or of other shapes."""
     if not isinstance(batch.get("input_ids"), Tensor) or batch["input_ids"].dim() != 2:
         raise ArgumentError(f"{name}: a batch needs input_ids, a tensor [batch, sequence]")
     shape = tuple(batch["input_ids"].shape)
@@ -421,6 +429,7 @@ def _positions(batch: Mapping[str, Any], length: int) -> Tensor:
 
 def _packed_mask(positions: Tensor) -> Tensor | None:
     """Return ``[b, 1, S, S]``, true where a position attends to another of its sequence; None without packing."""
+    # A packed sequence starts where a position does not follow the one before; ``sequence`` numbers them.
     starts = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
     if not starts.any():
         return None

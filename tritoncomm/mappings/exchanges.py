@@ -51,8 +51,8 @@ def all_to_all_single(x: Tensor, group: ProcessGroup, out: Any, into: Any, on_st
     """Exchange rows by a caller's split sizes: ``out`` come from each rank, ``into`` go to each."""
     out_sizes, in_sizes = normalize_sizes(out, name), normalize_sizes(into, name)
     if on_stream and not is_compiling():
-        result, handle = eager.all_to_all_single(x, group, out_sizes, in_sizes, name, True)
-        return result if handle is None else handle.wait()
+        result, handle = eager.all_to_all_single(x, group, out_sizes, in_sizes, name, asynchronous=True)
+        return result if handle is None else handle.wait()  # None over one rank
     return eager.all_to_all_single(x, group, out_sizes, in_sizes, name)
 
 
@@ -75,7 +75,8 @@ def _flattened(x: Tensor, name: str) -> Tensor:
     except RuntimeError:
         check_kind(x, name)  # a sparse tensor has no such view either
         started = record.now()
-        rows, path, copied = ops.pack(ops.resolved(x), 0, 1)
+        rows, path, copied = ops.pack(ops.resolved(x), dim=0, world=1)  # a contiguous copy
+        # The exchange that follows counts the call, so that this adds its bytes only.
         record.add(name, path, copied, 0, started, calls=0)
         return rows.view(flat)
 

@@ -44,6 +44,7 @@ class _CopyToModelParallelRegion(Function):
 
     @staticmethod
     def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        """Return the result of ``forward``: a part of the class in Megatron, which nothing calls here."""
         return input_
 
     @staticmethod
@@ -82,6 +83,7 @@ class _ReduceFromModelParallelRegion(Function):
 
     @staticmethod
     def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        """Return the result of ``forward``: a part of the class in Megatron, which nothing calls here."""
         return eager.all_reduce(input_, group, "reduce_from_tensor_model_parallel_region")
 
     @staticmethod
@@ -117,6 +119,7 @@ class _ScatterToModelParallelRegion(Function):
 
     @staticmethod
     def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        """Return the result of ``forward``: a part of the class in Megatron, which nothing calls here."""
         return eager.split(input_.detach(), -1, group, None, "scatter_to_tensor_model_parallel_region")
 
     @staticmethod
@@ -138,6 +141,7 @@ class _GatherFromModelParallelRegion(Function):
 
     @staticmethod
     def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        """Return the result of ``forward``: a part of the class in Megatron, which nothing calls here."""
         return eager.all_gather(input_.detach(), -1, group, None, "gather_from_tensor_model_parallel_region")
 
     @staticmethod
@@ -159,6 +163,7 @@ class _ScatterToSequenceParallelRegion(Function):
 
     @staticmethod
     def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        """Return the result of ``forward``: a part of the class in Megatron, which nothing calls here."""
         return eager.split(input_.detach(), 0, group, None, "scatter_to_sequence_parallel_region")
 
     @staticmethod
@@ -169,7 +174,7 @@ class _ScatterToSequenceParallelRegion(Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if grad_output.requires_grad:
-            return _GatherFromSequenceParallelRegion.apply(grad_output, ctx.group, False), None
+            return _GatherFromSequenceParallelRegion.apply(grad_output, ctx.group, False), None  # False: split
         name = "scatter_to_sequence_parallel_region.backward"
         return eager.all_gather(grad_output, 0, ctx.group, None, name), None
 
@@ -180,6 +185,7 @@ class _AllGatherFromTensorParallelRegion(Function):
 
     @staticmethod
     def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        """Return the result of ``forward``: a part of the class in Megatron, which nothing calls here."""
         return eager.all_gather(input_.detach(), -1, group, None, "all_gather_last_dim_from_tensor_parallel_region")
 
     @staticmethod
@@ -201,6 +207,7 @@ class _ReduceScatterToTensorParallelRegion(Function):
 
     @staticmethod
     def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
+        """Return the result of ``forward``: a part of the class in Megatron, which nothing calls here."""
         name = "reduce_scatter_last_dim_to_tensor_parallel_region"
         return eager.reduce_scatter(input_.detach(), -1, group, None, name)
 
@@ -230,6 +237,7 @@ class _GatherFromSequenceParallelRegion(Function):
         output_split_sizes: Sequence[int] | None = None,
         use_global_buffer: bool = False,
     ) -> Tensor:
+        """Return the result of ``forward``: a part of the class in Megatron, which nothing calls here."""
         return _gather_along_first_dim(input_, group, output_split_sizes, use_global_buffer)
 
     @staticmethod
@@ -273,6 +281,7 @@ class _ReduceScatterToSequenceParallelRegion(Function):
         input_split_sizes: Sequence[int] | None = None,
         use_global_buffer: bool = False,
     ) -> Tensor:
+        """Return the result of ``forward``: a part of the class in Megatron, which nothing calls here."""
         return _reduce_scatter_along_first_dim(input_, group, input_split_sizes, use_global_buffer)
 
     @staticmethod
@@ -292,6 +301,7 @@ class _ReduceScatterToSequenceParallelRegion(Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if grad_output.requires_grad:
+            # True: the gradient of the gather's result differs between ranks, and is summed.
             args = (True, ctx.input_split_sizes, ctx.use_global_buffer)
             grad = _GatherFromSequenceParallelRegion.apply(grad_output, ctx.group, *args)
         else:

@@ -69,10 +69,12 @@ def _reduce_scatter_along_first_dim(
 
 
 def _run_split(input_: Any, dim: int, group: Any, name: str) -> Tensor:
+    """Check the arguments, and return this rank's chunk of ``dim``."""
     group = checked(input_, group, name)
     return eager.split(input_, dim, group, None, name)
 
 
 def _run(collective: Callable[..., Tensor], input_: Any, dim: int, group: Any, sizes: Any, name: str) -> Tensor:
+    """Check the arguments, and run a collective of ``eager`` along ``dim`` on the input without its graph."""
     group = checked(input_, group, name)
     return collective(without_graph(input_), dim, group, normalize_sizes(sizes, name), name)

@@ -16,6 +16,8 @@ __all__ = ["is_overwriting", "may_overwrite", "may_overwrite_gradient", "overwri
 
 
 class _Switch(threading.local):
+    """State of ``overwrite_inputs``, one for each thread."""
+
     is_on = False
 
 
@@ -62,8 +64,8 @@ class overwrite_inputs:
         if not isinstance(mode, bool):
             raise ArgumentError(f"overwrite_inputs: mode must be a bool, not {mode!r:.80}")
         self._mode = mode
-        self._former = None if is_compiling() else _switch.is_on
-        self.__enter__()
+        self._former = None if is_compiling() else _switch.is_on  # None: no effect in a compiled region
+        self.__enter__()  # a call switches at once, without ``with``
 
     def __enter__(self) -> None:
         if self._former is not None:

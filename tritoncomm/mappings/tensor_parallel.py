@@ -278,6 +278,7 @@ def all_to_all_hp2sp(input_: Tensor, group: GroupLike | None = None, use_nccl_st
 
 def _checked_hidden(input_: Tensor, group: GroupLike | None, dim: int, name: str) -> ProcessGroup:
     """Return the group to use; reject a tensor whose columns (``dim`` -1) or rows (0) do not divide over its ranks."""
+    # A tensor and a process group outside of forward-mode AD, the usual arguments, pass ``checked`` unchanged.
     if forward_ad._current_level >= 0 or not (isinstance(input_, Tensor) and isinstance(group, ProcessGroup)):
         group = checked(input_, group, name)
     if input_.is_nested:

@@ -122,7 +122,10 @@ class P2PCommunicator:
                 if not outgoing:
                     device = self._device()
                 expected = dict.fromkeys(receives, shapes)
-            return exchange(self._neighbours, name, outgoing, expected, dtype, device, batched, self.varies, wait, True)
+            return exchange(
+                self._neighbours, name, outgoing, expected, dtype, device,
+                batched=batched, variable=self.varies, wait=wait, casts=True,
+            )  # fmt: skip
         finally:
             if timers is not None and name in _TIMERS:
                 timers(_TIMERS[name]).stop()
@@ -146,7 +149,7 @@ class P2PCommunicator:
         receives = _keys(recv_prev, recv_next)
         received, handles = self._exchange("_communicate", outgoing, receives, tensor_shape, wait_on_reqs)
         if handles is not None and getattr(self.config, "batch_p2p_comm", True):
-            handles = list(handles)
+            handles = list(handles)  # of an empty dict: a batch is waited for
         return received.get("recv_prev"), received.get("recv_next"), handles
 
     def _communicate_shapes(
@@ -172,6 +175,7 @@ class P2PCommunicator:
             if len(specs) != 1:
                 sent = f"rank {neighbours.peer(key)} sent {describe(specs)}"
                 raise MismatchError(f"{name}: {neighbours} expects one tensor, but {sent}")
+        # ``specs`` are (shape, dtype) of one tensor each.
         shapes = {key: list(specs[0][0]) for key, specs in received.items()}
         return shapes.get("recv_prev", [0, 0, 0]), shapes.get("recv_next", [0, 0, 0])
 
@@ -228,6 +232,7 @@ class P2PCommunicator:
             is_edge: there is no such neighbour: transfer nothing, and return None for each tensor.
         """
         sends, receives = f"send_{side}", f"recv_{side}"
+        # One tensor for one shape, or for a list of one shape, is the usual case.
         if not is_edge and isinstance(sent, Tensor) and len(shapes) > 0:
             shape = shapes if len(shapes) != 1 or type(shapes[0]) is int else shapes[0]
             if isinstance(shape, tuple | list) and shape and type(shape[0]) is int:  # one tensor of one shape

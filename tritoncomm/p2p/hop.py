@@ -65,7 +65,7 @@ def exchange(
     started, transfers, _range = hooks.clock(), None, None
     if record.is_observed():
         transfers = {}
-        _range = hooks.begin(name, "hop", neighbours.group(), None, (describe_hop, neighbours, transfers), 3)
+        _range = hooks.begin(name, "hop", neighbours.group(), None, (describe_hop, neighbours, transfers), depth=3)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"{name}: the dtype must be a torch.dtype, not {dtype!r:.80}")
     path, copied, sent = "view", 0, 0
@@ -102,7 +102,8 @@ def exchange(
     except CommError as error:
         if _check.value and not neighbours.is_single_rank:  # else the neighbours would wait for the timeout
             sides = {**outgoing, **expected}
-            contents = {key: Content("refused arguments", None) for key, x in sides.items() if x is not None}
+            # ``give_up`` closes the channels to the neighbours, whose transfers fail with this error then.
+            contents = {key: Content("refused arguments", specs=None) for key, x in sides.items() if x is not None}
             CheckedHop(neighbours, name, contents).give_up(f"{type(error).__name__}: {error}")
         raise
     if transfers is not None:
@@ -234,9 +235,11 @@ class Hop:
             # In check mode both ends of each transfer compare specs first.
             if _check.value:
                 self.checked = CheckedHop(self.neighbours, self.name, contents_of(specs, receives))
+                # A mismatch of earlier hops is no transfer of this hop: it is noted at the first one.
                 self._note(next(iter((*sends, *receives)), ""), self.checked.earlier())
                 for key in sends:
                     self._meet(key)
+            # ``start`` posts each message behind its header; ``_meet`` waits for a sender before its header arrives.
             arrivals = header.exchange_headers(
                 self.neighbours, self.name, specs, tuple(receives), device, self.headers, start, self._meet
             )
@@ -244,8 +247,8 @@ class Hop:
                 try:
                     key, announced = next(arrivals, ("", None))
                 except PeerError as error:
-                    self.explain(error)
-                if announced is None:
+                    self.explain(error)  # raises
+                if announced is None:  # all headers have arrived
                     break
                 incoming = receives[key]
                 wire, tensors, problem = incoming.allocate_from_header(
@@ -271,7 +274,7 @@ class Hop:
             for posted in (*self.posted.values(), *self.headers):
                 posted.wait()
         except PeerError as error:
-            self.explain(error)
+            self.explain(error)  # raises
         for key in [*(each for each in self.posted if each.startswith("send")), *self.empty]:
             self.compare(key)
         if self.problems:
@@ -330,7 +333,7 @@ class Handle:
             self._hop.posted[self._key].wait()
         except PeerError as error:
             if is_send:
-                self._hop.explain(error)
+                self._hop.explain(error)  # raises
             raise
         if is_send:
             self._hop.compare(self._key)

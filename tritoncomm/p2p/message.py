@@ -133,7 +133,8 @@ def contents_of(sends: Mapping[str, Specs], receives: Mapping[str, "Incoming"]) 
             contents[key] = Content(describe(each.specs), _as_lists(each.specs), each.count)
         else:
             dtype = _name_of(each.dtype)
-            contents[key] = Content(f"{each.count} of {dtype}, any shapes", None, each.count, dtype)
+            words = f"{each.count} of {dtype}, any shapes"
+            contents[key] = Content(words, specs=None, count=each.count, dtype=dtype)
     return contents
 
 
@@ -187,7 +188,7 @@ def pack(x: Any, name: str, dtype: torch.dtype | None = None) -> Packed | None:
         (only,) = tensors
         if only.is_contiguous():
             return carrier(only), tensors, "view", 0
-        wire, path, bytes_copied = ops.pack(only, 0, 1)
+        wire, path, bytes_copied = ops.pack(only, dim=0, world=1)  # a contiguous copy
         return carrier(wire.view(only.shape)), tensors, path, bytes_copied
     wire, slots = allocate(specs_of(tensors), tensors[0].device)
     if ops.path_for(tensors[0]) == "torch":
@@ -244,7 +245,7 @@ def allocate_one(shape: Any, dtype: torch.dtype | None, device: torch.device) ->
         return None
     try:
         x = empty_on(device, shape, dtype)
-    except (RuntimeError, TypeError, ValueError):
+    except (RuntimeError, TypeError, ValueError):  # ``Incoming`` fails too, with an error in words
         return None
     if dtype.is_floating_point:
         x.requires_grad_()
@@ -286,7 +287,7 @@ class Incoming(NamedTuple):
         if variable:
             if not isinstance(expected, (list, tuple)):
                 raise ArgumentError(f"{name}: expected a shape or a list of shapes, not {expected!r}")
-            return cls(None, dtype, 1 if is_single else len(expected), is_single)
+            return cls(None, dtype, count=1 if is_single else len(expected), is_single=is_single)
         if dtype is None:
             raise ArgumentError(f"{name}: the dtype of received tensors must be given")
         specs = tuple([(shape, dtype) for shape in as_shapes(expected, name)])

@@ -21,6 +21,7 @@ from tritoncomm.errors import GroupError
 
 __all__ = ["Direction", "Endpoint", "Neighbours", "Queue", "posting_order"]
 
+# Orders of a batch. If one rank is both neighbours, activations come first at both ends.
 _KEYS = ("send_prev", "recv_prev", "send_next", "recv_next")
 _TWO_STAGES = ("send_next", "recv_prev", "send_prev", "recv_next")
 
@@ -115,7 +116,7 @@ class Neighbours:
         adjacent: the keys of the transfers whose other end is next to this stage on the ring.
         batch: the directions in the order of a batch; directions that are posted one by one come last.
         singles: the directions in an order that cannot deadlock on a backend with blocking single calls.
-        directions: the directions of ``singles`` by key, and the directions of ``batch`` by key.
+        directions: the directions of ``singles`` by key, and the directions of ``batch`` by key: ``[batched]``.
     """
 
     def __init__(self, group: ProcessGroup, prev: int | None, next: int | None, outside: ProcessGroup | None) -> None:
@@ -139,8 +140,9 @@ class Neighbours:
         singles = []
         for key in ordered:
             peer = peers[self.peer(key)]
-            if other is not None and order[key][1] == 1:
+            if other is not None and order[key][1] == 1:  # the sender is the odd stage: see ``posting_order``
                 peer = peer._replace(group=other, group_peer=dist.get_group_rank(other, peer.rank))
+            # As of a peer that is not adjacent, so that its mode is not ``batched``.
             singles.append(self._direction(key, peer._replace(is_adjacent=False)))
         self.singles = tuple(singles)
         self.directions = ({each.key: each for each in self.singles}, {each.key: each for each in self.batch})
@@ -185,12 +187,13 @@ class Neighbours:
         """Find a neighbour by its global rank in ``group``, whose global ranks are ``ranks``, else in ``outside``."""
         if rank in ranks:
             group_peer = ranks.index(rank)
+            # The distance on the ring: 0 is this rank itself.
             is_adjacent = (group_peer - self.stage) % len(ranks) in (0, 1, len(ranks) - 1)
-            return _Peer(rank, group_peer, group, True, is_adjacent)
+            return _Peer(rank, group_peer, group, in_ring=True, is_adjacent=is_adjacent)
         outer = [] if outside is None else dist.get_process_group_ranks(outside)
         if outside is None or rank not in outer:
             raise GroupError(f"rank {rank} is not in the group of ranks {outer or ranks}")
-        return _Peer(rank, dist.get_group_rank(outside, rank), outside, False, False)
+        return _Peer(rank, dist.get_group_rank(outside, rank), outside, in_ring=False, is_adjacent=False)
 
     def _order(self, key: str, peer: "_Peer") -> tuple[bool, int, int, int]:
         """Compute the ``posting_order`` of the transfer ``key`` between this rank and ``peer``."""

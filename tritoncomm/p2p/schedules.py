@@ -140,10 +140,12 @@ class _Units:
     def __init__(self, chunks: int, microbatches: int, stage: int, stages: int) -> None:
         self.chunks, self.stage, self.stages = chunks, stage, stages
         self.count = chunks * microbatches
+        # Number of forwards before the first backward.
         self.ahead = min((stages - stage - 1) * 2 + (chunks - 1) * stages, self.count)
 
     def microbatch(self, k: int) -> int:
         """Return the micro-batch of the k-th forward, and of the k-th backward."""
+        # With 2 stages and 2 chunks: 0, 1, 0, 1, 2, 3, 2, 3; the chunks of the forwards are 0, 0, 1, 1, 0, 0, 1, 1.
         return k // (self.stages * self.chunks) * self.stages + k % self.stages
 
     def forward(self, k: int) -> int:
@@ -216,16 +218,20 @@ def interleaved(
     x = communicator.recv_forward(shapes, not units.takes_input(0))
     grad: Any = None
     for k in range(ahead):
-        y, takes = forward(k, x), units.takes_input(k + 1)
-        if k + 1 == ahead < count:
-            gradient = units.takes_gradient(0)
-            x, grad = communicator.send_forward_backward_recv_forward_backward(y, None, takes, gradient, shapes)
+        y, takes_input = forward(k, x), units.takes_input(k + 1)
+        if k + 1 == ahead < count:  # a forward with the first backward comes next, so its gradient is received too
+            takes_gradient = units.takes_gradient(0)
+            x, grad = communicator.send_forward_backward_recv_forward_backward(
+                y, None, recv_prev=takes_input, recv_next=takes_gradient, tensor_shape=shapes
+            )
         else:
-            x = communicator.send_forward_recv_forward(y, takes, shapes)
+            x = communicator.send_forward_recv_forward(y, takes_input, shapes)
     for k in range(count - ahead):
         y, sent = forward(k + ahead, x), backward(k, grad)
+        # What the next turn needs: an activation for its forward, and a gradient for its backward.
         receives = (units.takes_input(k + ahead + 1), units.takes_gradient(k + 1))
         x, grad = communicator.send_forward_backward_recv_forward_backward(y, sent, *receives, shapes)
+    # Without a forward beside a backward nobody has received the first gradient yet.
     if ahead == count:
         grad = communicator.recv_backward(shapes, not units.takes_gradient(0))
     for k in range(count - ahead, count):

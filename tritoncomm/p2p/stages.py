@@ -43,6 +43,7 @@ __all__ = [
 
 Tensors = Tensor | Sequence[Tensor]
 Transfer = tuple[Tensors | None, Any, bool]
+"""(tensors to send, or None; shape or shapes to receive, or None; whether to receive)."""
 _NOTHING: Transfer = (None, None, False)
 
 _warned: set[tuple[int, ...]] = set()
@@ -80,6 +81,7 @@ def _exchange(
     """
     neighbours = _neighbours(prev_rank, next_rank)
     (output, input_shape, recv_prev), (grad, grad_shape, recv_next) = activation, gradient
+    # ``activation`` and ``gradient`` have the tensors for one neighbour and the shape to receive from the other.
     before, after = input_shape if recv_prev else None, grad_shape if recv_next else None
     if (recv_prev and before is None) or (recv_next and after is None):
         raise ArgumentError(f"{name}: the shape of what is received must be given")
@@ -128,7 +130,7 @@ def _shard(x: Tensors | None, name: str) -> Any:
             # A tensor whose elements do not divide stays as it is.
             full = tensor.detach()
             if not full.is_contiguous():
-                full = pack(full, 0, 1)[0]
+                full = pack(full, dim=0, world=1)[0]  # a contiguous copy
             tensors[i] = full.view(-1).narrow(0, groups.get_local_rank(ParallelMode.TENSOR) * size, size)
     return tensors or None
 
@@ -187,6 +189,7 @@ def recv_backward(
 def send_forward(output_tensor: Any, next_rank: int | None = None, scatter_gather_tensors: bool = False) -> None:
     """Send an activation to the next stage; on the last stage send nothing."""
     if not groups.is_pipeline_last_stage():
+        # Nothing is received: dtype and device, the third and the last, have no effect.
         options = None, next_rank, torch.float32, scatter_gather_tensors, None
         _exchange("send_forward", (output_tensor, None, False), _NOTHING, *options)
 
@@ -194,6 +197,7 @@ def send_forward(output_tensor: Any, next_rank: int | None = None, scatter_gathe
 def send_backward(input_tensor_grad: Any, prev_rank: int | None = None, scatter_gather_tensors: bool = False) -> None:
     """Send a gradient to the previous stage; on the first stage send nothing."""
     if not groups.is_pipeline_first_stage():
+        # Nothing is received: dtype and device, the third and the last, have no effect.
         options = prev_rank, None, torch.float32, scatter_gather_tensors, None
         _exchange("send_backward", _NOTHING, (input_tensor_grad, None, False), *options)
 

@@ -118,6 +118,7 @@ def post(neighbours: Neighbours, name: str, wires: dict[str, Tensor], batched: b
     directions = [each for each in (neighbours.batch if batched else neighbours.singles) if each.key in wires]
     posted: dict[str, Posted] = {}
     try:
+        # ``modes`` are indexed by ``is_cuda``: the mode of CPU tensors, then the mode of CUDA tensors.
         together = [each for each in directions if each.modes[wires[each.key].is_cuda] == "batched"]
         if together:
             posted |= _post_batch(together, name, wires)
@@ -134,7 +135,7 @@ def post_one(direction: Direction, name: str, x: Tensor) -> Posted:
     """Start the transfer of ``x`` in one direction, outside of a batch; return its handle."""
     _, is_send, group_peer, group, modes, end = direction
     host = _on_host(x, is_send) if modes[x.is_cuda] == "host" else None
-    live = group() or _alive(group)
+    live = group() or _alive(group)  # which raises
     try:
         work = (live.send if is_send else live.recv)([x if host is None else host], group_peer, 0)
     except RuntimeError as error:
@@ -194,7 +195,7 @@ def _post_batch(directions: list[Direction], name: str, wires: dict[str, Tensor]
         works = batch(transfers, group)
     except RuntimeError as error:
         raise_for(error, _failure(first.end, name, wires[first.key], error))
-    if len(works) < len(directions):  # one for all
+    if len(works) < len(directions):  # one work for all: every handle waits for it
         works *= len(directions)
     return {each.key: Posted(work, each, wires[each.key], name) for each, work in zip(directions, works, strict=True)}
 

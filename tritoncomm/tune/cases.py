@@ -188,7 +188,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
 def can_sum(dtype: torch.dtype) -> bool:
     """Whether ``reduce`` adds up elements of ``dtype``."""
     try:
-        wide_type("reduce", dtype, dtype, False, True)
+        wide_type("reduce", dtype, dtype, scaled=False, summed=True)
     except TypeError:
         return False
     return True

@@ -129,6 +129,7 @@ def build_all(builds: Sequence[Build], target: str) -> list[Code]:
 
 
 def _compile(one: Build, target: str) -> dict[str, Any]:
+    """Compile a kernel for a target, and return its stages by Triton's names: ``ttgir``, ``cubin`` or ``amdgcn``."""
     import triton  # commands import this module where there is no Triton
     from triton.backends.compiler import GPUTarget  # likewise
     from triton.compiler import ASTSource  # likewise
@@ -163,6 +164,7 @@ def _coalesced(text: str) -> bool:
 
 
 def _nvidia(cubins: Sequence[bytes], architecture: str) -> list[Code]:
+    """Read the machine code of several kernels, ``architecture`` being the disassembler's name of the target."""
     texts = [_text_section(cubin) for cubin in cubins]
     with tempfile.TemporaryDirectory() as folder:
         raw, usages = Path(folder) / "raw", []
@@ -174,7 +176,7 @@ def _nvidia(cubins: Sequence[bytes], architecture: str) -> list[Code]:
         listing = _run("nvdisasm", "-ndf", "-b", architecture, str(raw))
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", listing)
     operations = [(int(address, 16), operation) for address, operation in lines]
-    codes, start = [], 0
+    codes, start = [], 0  # ``start`` is the address of a kernel among the texts of all, one after the other
     for text, (registers, stack) in zip(texts, usages, strict=True):
         mine = [name for address, name in operations if start <= address < start + len(text) and name != "NOP"]
         assert mine
@@ -201,6 +203,7 @@ def _text_section(cubin: bytes) -> bytes:
 
 
 def _nvidia_width(operation: str) -> int:
+    """Return the bytes of a load or store: ``LDG.E.128`` has 16, ``LDG.E.U8`` 1, one without a number 4."""
     wide = re.search(r"\.(128|64)\b", operation)
     if wide:
         return int(wide[1]) // 8
@@ -209,6 +212,7 @@ def _nvidia_width(operation: str) -> int:
 
 
 def _amd(text: str) -> Code:
+    """Read the assembly of one kernel, and the registers in the metadata behind it."""
     body = text.partition(".section")[0]
     every = re.findall(r"^\t([a-z]\w+)", body, flags=re.MULTILINE)
     memory = re.findall(r"^\t(?:global|buffer|flat)_((?:load|store)_\w+)", body, flags=re.MULTILINE)
@@ -218,6 +222,7 @@ def _amd(text: str) -> Code:
 
 
 def _amd_width(operation: str) -> int:
+    """Return the bytes of a load or store: ``load_dwordx4`` has 16, ``load_ubyte`` 1, an unknown one 2."""
     kind = operation.partition("_")[2]
     if kind in _AMD_WIDTHS:
         return _AMD_WIDTHS[kind]
@@ -227,7 +232,9 @@ def _amd_width(operation: str) -> int:
 def _code(
     operations: list[str], names: tuple[str, str], width: Any, registers: int, spills: int, instructions: int
 ) -> Code:
+    """Make the ``Code`` of a kernel from its operations in order; ``names`` are the starts of its loads and stores."""
     loads, stores = ([width(one) for one in operations if one.startswith(name)] for name in names)
+    # True for a load and False for a store, so that ``takewhile`` ends at the first store.
     memory = (one.startswith(names[0]) for one in operations if one.startswith(names))
     return Code(loads, stores, sum(takewhile(bool, memory)), registers, spills, instructions)
 
@@ -238,10 +245,12 @@ def can_read(target: str) -> bool:
 
 
 def _tools() -> Path:
+    """Return the folder of NVIDIA's tools in the package of Triton."""
     import triton  # commands import this module where there is no Triton
 
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def _run(tool: str, *arguments: str) -> str:
+    """Run one of NVIDIA's tools, and return what it prints; raise if it fails."""
     return subprocess.run([_tools() / tool, *arguments], capture_output=True, text=True, check=True).stdout

@@ -69,6 +69,7 @@ class Bench:
 
     def paths(self, case: Case) -> tuple[float, float]:
         """Return the microseconds of a call on torch's path and on triton's: medians over rounds back to back."""
+        # Arguments of ``ops`` after the tensor: dim and ranks, for unpack behind the shape of the result.
         arguments = {"pack": (1, case.world), "unpack": ((case.outer, case.row), 1, case.world), "reduce": ()}
         call = partial(getattr(ops, case.op), self._prepare(case)[0], *arguments[case.op])
         times: dict[Literal["torch", "triton"], list[float]] = {"torch": [], "triton": []}
@@ -81,11 +82,12 @@ class Bench:
                     for _ in range(_CALLS):
                         call()
                     self.synchronize()
-                if round_:
+                if round_:  # the first round warms up
                     samples.append((time.perf_counter() - started) / _CALLS * 1e6)
         return median(times["torch"]), median(times["triton"])
 
     def _launch(self, case: Case, candidate: Candidate) -> Callable[[], Any]:
+        """Return the call of the case's kernel with the candidate's tile."""
         source, target, _ = self._prepare(case)
         cols = case.row if case.op == "reduce" else case.world * case.run
         config = candidate.config(case.op, case.unit, case.outer, cols * case.dtype.itemsize)
@@ -122,6 +124,7 @@ def open_gpu() -> Bench | None:
     flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
 
     def stopwatch(call: Callable[[], Any]) -> float:
+        """Return the median of the microseconds of one call, with an empty L2 cache."""
         call()
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_REPEATS)]
         for start, end in events:
@@ -145,4 +148,5 @@ def architecture(properties: Any) -> str:
 
 
 def _bits(x: Tensor) -> Tensor:
+    """View elements as integers of their size, so that a comparison sees every bit."""
     return x.view(_INTEGER[x.dtype.itemsize])

@@ -52,6 +52,7 @@ def tasks(bench: Bench, cases: Sequence[Case], tried: Mapping[tuple[str, int], S
         for candidate in tried[case.op, case.unit]:
 
             def work(case: Case = case, candidate: Candidate = candidate) -> list[dict[str, Any]]:
+                """Return one result, in which ``wrong`` stands in place of a time. Defaults keep the loop's values."""
                 problem = bench.check(case, candidate)
                 result = {"wrong": problem} if problem else {"us": round(bench.time(case, candidate), 3)}
                 return [{"op": case.op, "unit": case.unit, "case": case.label} | asdict(candidate) | result]
@@ -66,6 +67,7 @@ def crossover_tasks(bench: Bench, groups: Sequence[tuple[str, int]]) -> Iterator
             case = _case(op, unit, nbytes)
 
             def work(case: Case = case) -> list[dict[str, Any]]:
+                """Return one result: the times of both paths."""
                 torch_us, triton_us = bench.paths(case)
                 sizes = {"op": case.op, "unit": case.unit, "bytes": case.nbytes}
                 return [sizes | {"torch_us": round(torch_us, 3), "triton_us": round(triton_us, 3)}]
@@ -104,6 +106,7 @@ def _table(
 
 
 def _winner(timed: Sequence[Mapping[str, Any]], builtin: Candidate) -> dict[str, int] | None:
+    """Return the fields of the fastest candidate of one operation and unit; None if ``builtin`` was not measured."""
     by_case: dict[str, dict[Candidate, float | None]] = {}
     for one in timed:
         candidate = Candidate(*(one[field.name] for field in fields(Candidate)))
@@ -130,6 +133,7 @@ def crossovers(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
 
 
 def _crossover(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Return the smallest size above every size at which triton's path was slower; 0 if it never was."""
     slower = [row["bytes"] for row in rows if row["triton_us"] > _NO_SLOWER * row["torch_us"]]
     if not slower:
         return 0
@@ -153,6 +157,7 @@ def static_key(target: str) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
+    """Return the part of a key that changes with the kernels and with Triton."""
     return {"source": tables.source_hash(), "triton": installed_triton.version()}
 
 
@@ -180,7 +185,10 @@ def resume(path: Path | None, key: dict[str, Any]) -> dict[str, Any]:
 
 
 def _difference(content: Any, key: dict[str, Any]) -> str:
-    """Return the reason why a search cannot go on with a file's content; empty if it can."""
+    """Return the reason why a search cannot go on with a file's content; empty if it can.
+
+    A file has ``results`` of a search and, if they were measured, ``judged``: static verdicts that it began with.
+    """
     if not isinstance(content, dict):
         return "not an object"
     if isinstance(content.get("format"), int) and content["format"] > tables.FORMAT:
@@ -188,6 +196,7 @@ def _difference(content: Any, key: dict[str, Any]) -> str:
     for name, value in key.items():
         if content.get(name) != value:
             return f"its {name} is {reprlib.repr(content.get(name))}, not {value!r}"
+    # ``key`` has the format, so an older or missing one has been refused. Results of a static ranking are verdicts.
     kinds = (_JUDGED,) if key["kind"] == "static" else (_TIMED, _WRONG, _PATHS)
     for section, allowed in (("results", kinds), ("judged", (_JUDGED,))):
         results = content.get(section, {})
@@ -209,6 +218,7 @@ def _has(one: Any, fields: Mapping[str, Any]) -> bool:
 
 
 def _is_one(kind: Any, value: Any) -> bool:
+    """Whether a value is of a field's type, a list being one of ints; numbers are finite and not negative."""
     if kind is float:
         return type(value) in (int, float) and 0 <= value < 1e12
     if kind is int:

@@ -68,6 +68,7 @@ def search(
     total, left = (sum(len(task.keys) for task in some) for some in (tasks, missing))
     saved = clock()
     # Threads would not help with compilation, half of which is Python.
+    # Generators of one list of results per missing task, in order; a task of this process runs when it is asked for.
     finished = _in_processes(missing, workers, end - clock()) if workers > 1 else (task.work() for task in missing)
     try:
         with closing(finished):
@@ -103,6 +104,7 @@ def _in_processes(tasks: Sequence[Task], workers: int, seconds: float) -> Genera
 
 
 def _work(task: Task) -> Sequence[Any]:
+    """Run a task: a function of the module, which a worker can be sent."""
     return task.work()
 
 

@@ -74,21 +74,23 @@ def checks(op: str, unit: int, config: Config) -> list[Check]:
     # A thread may have 64 registers where accesses are 4 bytes and wider, 128 otherwise and where parts are summed.
     # Sums of 16 parts may have any number, as one of the targets loads all parts ahead.
     if op == "reduce":
+        # A sum reads units of 16 bytes, whatever the bytes of an element, which are its ``unit``.
         kernel = kernels["reduction"]._reduce_kernel
         return [
-            Check("reduce", _sum(kernel, unit, 8, config), 16, 128),
-            Check("reduce of 16 parts", _sum(kernel, unit, 16, config), 16, 512),
+            Check("reduce", _sum(kernel, unit, 8, config), width=16, budget=128),
+            Check("reduce of 16 parts", _sum(kernel, unit, 16, config), width=16, budget=512),
         ]
     kernel, unpack = kernels["address"]._copy_kernel, op == "unpack"
     element, vec = _ELEMENT[unit]
-    plain = Check(op, _address(kernel, (element, element), vec, config, UNPACK=unpack), unit, 64 if unit >= 4 else 128)
+    build = _address(kernel, (element, element), vec, config, UNPACK=unpack)
+    plain = Check(op, build, width=unit, budget=64 if unit >= 4 else 128)
     if unit != 16:
         return [plain]
     if op == "pack":
         cast = _address(kernel, ("fp32", "bf16"), 8, config, WIDE=tl.float32)
-        return [plain, Check("pack fp32 to bf16", cast, 16, 64)]
+        return [plain, Check("pack fp32 to bf16", cast, width=16, budget=64)]
     summed = _address(kernel, ("fp32", "fp32"), 4, config, UNPACK=True, WIDE=tl.float32, ACCUMULATE=True)
-    return [plain, Check("unpack and accumulate fp32", summed, 16, 64)]
+    return [plain, Check("unpack and accumulate fp32", summed, width=16, budget=64)]
 
 
 def _sum(kernel: Any, unit: int, parts: int, config: Config) -> Build:
@@ -140,6 +142,7 @@ def judge(op: str, unit: int, tried: Sequence[Candidate], target: str) -> list[V
 
 
 def _verdict(code: Code, warps: int, pruned: str, target: str) -> Verdict:
+    """Return the verdict by the plain operation's machine code; ``pruned`` is the reason against its use, or empty."""
     per_16 = code.instructions * 16 / max(sum(code.loads), sum(code.stores), 1)
     in_flight = resident(code.registers, warps, target) * sum(code.loads[: code.loads_first])
     cost = per_16 * max(1.0, _IN_FLIGHT / max(in_flight, 1))

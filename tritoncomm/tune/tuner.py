@@ -117,6 +117,7 @@ def rank_static(request: Request, target: str, follow: Follow | None = None) -> 
     todo = [batch for op, unit in chosen for batch in batches(op, unit, target)]
 
     def save() -> None:
+        """Rank the results so far, and write the file."""
         content["ranking"] = _ranking(content["results"], target)
         _finish(outcome, todo)
 
@@ -146,6 +147,7 @@ def measure(
     todo = [*results.tasks(bench, todo_cases, tried), *results.crossover_tasks(bench, chosen)]
 
     def save() -> None:
+        """Choose tiles and crossovers from the results so far, and write the file."""
         content["configs"] = results.configs(content["results"], bench.lanes)
         content["crossover_bytes"] = results.crossovers(content["results"])
         _finish(outcome, todo)
@@ -156,6 +158,7 @@ def measure(
 
 
 def _budget(request: Request) -> float:
+    """Return the seconds that a search may take; infinity without a limit."""
     return math.inf if request.budget is None else request.budget
 
 
@@ -181,6 +184,7 @@ def _begin(path: Path | None, name: str, key: Mapping[str, Any]) -> tuple[dict[s
 
 
 def _finish(outcome: Outcome, todo: Sequence[Task]) -> None:
+    """Count the results that are missing, and write the file if there is one; called at every save."""
     done = outcome.content["results"]
     outcome.left = sum(key not in done for task in todo for key in task.keys)
     outcome.content["complete"] = outcome.left == 0
