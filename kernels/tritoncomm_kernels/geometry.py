@@ -105,6 +105,12 @@ def coalesce(shape: Sequence[int], stride: Sequence[int]) -> tuple[Ints, Ints]:
     return tuple(size for size, _ in merged), tuple(step for _, step in merged)
 
 
+def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements lie one after the other; a dim that was expanded, of stride 0, is not contiguous."""
+    sizes, steps = coalesce(shape, stride)
+    return sizes == (1,) or steps == (1,)
+
+
 def check_parts(shape: Ints, stride: Ints, out_shape: Ints, out_stride: Ints) -> None:
     """Reject shapes other than ``[world, n]`` and ``[n]`` with contiguous parts."""
     if len(shape) != 2 or not 1 <= shape[0] <= MAX_PARTS or tuple(out_shape) != (shape[1],):
@@ -157,8 +163,7 @@ def indexed_rows(name: str, x: RowsLayout, index: RowsLayout, out: RowsLayout) -
     if not shape or shape[1:] != out_shape[1:] or len(out_shape) != len(shape) or near[1][0] != count:
         raise ValueError(f"{name}: {count} rows of {tuple(shape)} do not fit into {tuple(out_shape)}")
     for each, strides in ((shape, stride), (out_shape, out_stride)):
-        # A contiguous row is one dim of stride 1; of stride 0 if it has a single element.
-        if row and coalesce(each[1:], strides[1:])[1] not in ((1,), (0,)):
+        if row and not is_contiguous(each[1:], strides[1:]):
             raise ValueError(f"{name}: every row must be contiguous, not {tuple(each)} by {strides}")
     if row and out_shape[0] > 1 and out_stride[0] < row:
         raise ValueError(f"{name}: rows {out_stride[0]} elements apart overlap in out {tuple(out_shape)}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tritoncomm_kernels.dtypes import wide_type
-from tritoncomm_kernels.geometry import Ints, coalesce
+from tritoncomm_kernels.geometry import Ints, is_contiguous
 
 __all__ = [
     "PADDING", "CheckedSegments", "Copies", "Layouts", "Segment", "Segments", "checked_copies", "checked_segments",
@@ -361,7 +361,7 @@ def _check_wire_layout(name: str, layouts: Layouts, segments: Segments) -> None:
     shape, elements = layouts.shapes[0], layouts.shapes[0]
     if layouts.strides is not None and not isinstance(shape, int):
         elements = math.prod(shape)
-        if elements and coalesce(shape, layouts.strides[0])[1] not in ((1,), (0,)):
+        if elements and not is_contiguous(shape, layouts.strides[0]):
             raise ValueError(f"{name}: the wire must be contiguous, not {tuple(shape)} by {layouts.strides[0]}")
     assert isinstance(elements, int)
     nbytes = elements * layouts.dtypes[0].itemsize

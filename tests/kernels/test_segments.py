@@ -240,6 +240,8 @@ def test_bad_calls_are_refused(module: Any) -> None:
         (ValueError, "ends beyond", lambda: scatter(wire, [torch.empty(0)], one)),
         (ValueError, "2 tensors", lambda: gather([x, x], wire, one)),
         (ValueError, "contiguous", lambda: gather([x], torch.empty(256, dtype=torch.uint8)[::2], one)),
+        (ValueError, "contiguous", lambda: gather([x], torch.empty(1, dtype=torch.uint8).expand(128), one)),
+        (ValueError, "contiguous", lambda: scatter(torch.empty(1, dtype=torch.uint8).expand(128), [x], one)),
         (ValueError, "meta", lambda: gather([x.to("meta")], wire, one)),
         (ValueError, "lazy", lambda: gather([torch.empty(4, 8, dtype=torch.complex64).conj().imag], wire, one)),
         (ValueError, "overlap", lambda: scatter(wire, [x], Segments([(0, 0, 4, 3, 2, 0)], one.dtypes))),
