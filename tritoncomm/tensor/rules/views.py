@@ -196,7 +196,7 @@ def _unsqueeze(input: Tensor, dim: int) -> Call | None:
 @_renumbered("expand", "expand_as", "broadcast_to", accepts="any sharding of a dim that is not expanded")
 def _expand(input: Tensor, *arguments: Any, **names: Any) -> Call | None:
     """Describe an expansion to sizes, or to the shape of a tensor; other arguments run on replicas (None)."""
-    arguments = (names["size"],) if "size" in names else arguments
+    arguments = arguments or tuple(names[name] for name in ("size", "other") if name in names)
     is_like = len(arguments) == 1 and isinstance(arguments[0], Tensor)
     requested = shape_of(arguments[0]) if is_like else _sizes(arguments)
     if requested is None:
