@@ -59,6 +59,29 @@ def test_bytes_of_drawn_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
         check_drawn(seed, monkeypatch)
 
 
+def blocks_of(plan: TransferPlan) -> list[list[list[int]]]:
+    """Columns of every kind of blocks in the order of the plan: sent, received, staged and direct."""
+    (bucket,) = plan.buckets
+    sides = [[each.tensor[None], each.start, each.size, each.wire[None]] for each in (bucket.send, bucket.recv)]
+    stays = [[each.tensor[None], each.source, each.target, each.size] for each in (bucket.staged, bucket.direct)]
+    return [np.concatenate(each).T.tolist() for each in (*sides, *stays)]
+
+
+@pytest.mark.parametrize("every_replica", [False, True])
+def test_large_groups_have_the_blocks_of_small_ones(every_replica: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of a small group picks its blocks from those of all ranks, of a large one it meets its own boxes."""
+    for seed in range(40):
+        draw = random.Random(seed)
+        world = draw.randint(1, 8)
+        items = drawn_items(draw, world)
+        for rank in range(world):
+            found = []
+            for small_group in (0, 256):
+                monkeypatch.setattr(planner, "_SMALL_GROUP", small_group)
+                found.append(blocks_of(plan_transfers(items, range(world), rank, BUCKET_BYTES, every_replica)))
+            assert found[0] == found[1], (seed, rank)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1000, 11_000, 1000))
 def test_bytes_of_10000_drawn_layouts(first: int, monkeypatch: pytest.MonkeyPatch) -> None:

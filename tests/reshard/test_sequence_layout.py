@@ -15,6 +15,7 @@ from reshardings import Cases, local_of, run_cases, simulate
 from torch import Tensor
 from torch.distributed import ProcessGroup as TorchGroup
 
+from tritoncomm import record
 from tritoncomm.core import backend, ops
 from tritoncomm.core import segments as passes
 from tritoncomm.errors import ArgumentError, CommError, GroupError, MismatchError, ShapeError, UnsupportedError
@@ -233,6 +234,19 @@ case = Cases()
 def same(x: Tensor, expected: Tensor) -> None:
     assert x.shape == expected.shape
     assert torch.equal(bits(x.resolve_neg().resolve_conj()), bits(expected))
+
+
+@case
+def calls_are_counted_under_their_own_names(group: TorchGroup) -> None:
+    """Also where another function has moved the same tensor between the same layouts."""
+    world = group.size()
+    x, shape = torch.ones(1, 2 * world, 4), (1, 2 * world * world, 4)
+    sides = [Layout.sequence(shape, 1, kind, dist.get_process_group_ranks(group)) for kind in ("contiguous", "zigzag")]
+    for _ in range(2):
+        with record.recording() as counted:
+            sequence_layout(x, "contiguous", "zigzag", group=group)
+            reshard(x, *sides, group=group)
+        assert {name for name, _ in counted} == {"sequence_layout", "reshard"}, counted
 
 
 @case
