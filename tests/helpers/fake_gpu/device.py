@@ -111,10 +111,10 @@ class Device:
     def _addressed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Note the tensors of a call whose kernels get their addresses as integers."""
 
-        def run_addressed(name: str, tensors: Sequence[Tensor], *arguments: Any) -> Any:
+        def run_addressed(name: str, tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Any:
             self._thread.addressed = tensors
             try:
-                return call(name, tensors, *arguments)
+                return call(name, tensors, *arguments, **options)
             finally:
                 del self._thread.addressed
 
