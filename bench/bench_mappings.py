@@ -26,9 +26,14 @@ from bench.guard import mean_target, row_target
 from bench.harness import Clock, Row
 from bench.hosts import cpu_device, enqueue, megatron_part, no_op_group, peer, run_backward
 from tritoncomm import mappings
+from tritoncomm.explain import explain
 
 WORLD = 4
 INNER = 40
+METHODS = {  # of a process group
+    "all-reduce": "allreduce", "all-gather": "_allgather_base", "reduce-scatter": "_reduce_scatter_base",
+    "all-to-all": "alltoall_base",
+}  # fmt: skip
 MODES = ("forward", "forward, with grad", "forward + backward")
 
 
@@ -48,10 +53,11 @@ class Case:
 
     def collectives(self, mode: str) -> list[str]:
         """Collectives of one call, as methods of a process group."""
-        forward, backward = COLLECTIVES[self.name]
-        if not self.arguments.get("tensor_parallel_output_grad", True):
-            backward = ""
-        return [name for name in (forward, backward if mode == MODES[2] else "") if name]
+        plan = explain(self.name, self.shape, WORLD, torch.float32, device="cpu")
+        directions = [plan.forward]
+        if mode == MODES[2] and self.arguments.get("tensor_parallel_output_grad", True):
+            directions.append(plan.backward)
+        return [METHODS[step.name] for each in directions for step in each.steps if step.path == "backend"]
 
     @property
     def label(self) -> str:
@@ -61,20 +67,6 @@ class Case:
 X, FLAT = (8, 2, 16), (8, 16)
 COPY_TO, REDUCE_FROM = "copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region"
 GATHER_SP, REDUCE_SCATTER_SP = "gather_from_sequence_parallel_region", "reduce_scatter_to_sequence_parallel_region"
-COLLECTIVES = {  # forward, backward
-    COPY_TO: ("", "allreduce"),
-    REDUCE_FROM: ("allreduce", ""),
-    "scatter_to_tensor_model_parallel_region": ("", "_allgather_base"),
-    "gather_from_tensor_model_parallel_region": ("_allgather_base", ""),
-    "scatter_to_sequence_parallel_region": ("", "_allgather_base"),
-    GATHER_SP: ("_allgather_base", "_reduce_scatter_base"),
-    REDUCE_SCATTER_SP: ("_reduce_scatter_base", "_allgather_base"),
-    "all_gather_last_dim_from_tensor_parallel_region": ("_allgather_base", "_reduce_scatter_base"),
-    "reduce_scatter_last_dim_to_tensor_parallel_region": ("_reduce_scatter_base", "_allgather_base"),
-    "all_to_all": ("alltoall_base", "alltoall_base"),
-    "all_to_all_sp2hp": ("alltoall_base", "alltoall_base"),
-    "all_to_all_hp2sp": ("alltoall_base", "alltoall_base"),
-}
 EXCHANGED = {"output_split_sizes_": [1, 2, 4, 3], "input_split_sizes": [1, 2, 3, 2]}
 # The fake group gathers shards of one size only, so the sizes of a gather are equal here.
 CASES = [

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fuzz_calls import Call, Matrix, assert_right
+from fuzz_calls import assert_right
+from mapping_cases import Call, Matrix
 from pool import Pool
 from torch import Tensor
 from torch.distributed import ProcessGroup

@@ -1,12 +1,14 @@
 """Drawn inputs of every kind: a right answer or an error by name; and that the harness sees what is neither."""
 
+from dataclasses import replace
 from typing import Any
 
 import fuzz
 import fuzz_files
 import pytest
-from fuzz_calls import FUNCTIONS, Call, verdict
+from fuzz_calls import run_call, verdict
 from hypothesis import strategies as st
+from mapping_cases import FUNCTIONS, Call
 from pool import Pool
 
 
@@ -37,8 +39,6 @@ def test_verdicts(outcomes: list[str], words: str) -> None:
 
 def run_wrong_call(group: Any, what: str) -> str:
     """``run_call`` of a function with one fault."""
-    import fuzz_calls
-
     right = FUNCTIONS["all_gather_dim"]
     faults = {
         "value": lambda k, x, g: right.call(k, x, g) + 1,
@@ -46,13 +46,12 @@ def run_wrong_call(group: Any, what: str) -> str:
         "input": lambda k, x, g: (right.call(k, x, g), x.add_(1))[0],
         "error": lambda k, x, g: right.call(k, x, g)[(0,) * 9],
         "gradient": lambda k, x, g: right.call(k, x, g) * 2 - right.call(k, x, g).detach(),
-        "refusal": lambda k, x, g: right.call(fuzz_calls._replace(k, dims=(9, 9)), x, g),
+        "refusal": lambda k, x, g: right.call(replace(k, dims=(9, 9)), x, g),
     }
-    fault = fuzz_calls.Function(faults[what], right.form, None, right.backward, right.sizes)
-    FUNCTIONS["all_gather_dim"] = fault
+    FUNCTIONS["all_gather_dim"] = replace(right, call=faults[what])
     try:
         kind = "leaf" if what == "gradient" else "plain"
-        return fuzz_calls.run_call(group, Call("all_gather_dim", (4, 4), kind=kind))
+        return run_call(group, Call("all_gather_dim", (4, 4), kind=kind))
     finally:
         FUNCTIONS["all_gather_dim"] = right
 

@@ -182,7 +182,7 @@ def test_a_triton_that_is_too_old_is_one_sentence(
 def sympy_after_mappings(store: str, world: int) -> list[str]:
     """The mappings whose forward and backward imported sympy, which torch's symbolic shapes do."""
     import torch.distributed as dist
-    from mapping_cases import MAPPINGS
+    from mapping_cases import MAPPINGS, run
 
     import tritoncomm
 
@@ -190,9 +190,9 @@ def sympy_after_mappings(store: str, world: int) -> list[str]:
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     tritoncomm.initialize(tensor=world)
     importers = ["the import"] if "sympy" in sys.modules else []
-    for name, (call, _, _) in MAPPINGS.items():
+    for name, call in MAPPINGS.items():
         x = torch.ones(4, 2, 4, requires_grad=True)
-        call(x, dist.group.WORLD).square().sum().backward()
+        run(call, x, dist.group.WORLD).square().sum().backward()
         assert x.grad is not None
         if "sympy" in sys.modules and not importers:
             importers.append(name)

@@ -21,10 +21,11 @@ import fuzz_reshard
 import fuzz_segments
 import fuzz_stages
 import fuzz_states
-from fuzz_calls import DTYPES, FUNCTIONS, GROUPS, KINDS, LAYOUTS, Call, Matrix, run_call, verdict
+from fuzz_calls import DTYPES, GROUPS, KINDS, LAYOUTS, run_call, verdict
 from hypothesis import HealthCheck, Phase, Verbosity, assume, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+from mapping_cases import FUNCTIONS, Call, Matrix
 from pool import Pool
 
 __all__ = ["DOMAINS", "Domain", "fuzz", "main"]

@@ -10,7 +10,7 @@ import torch
 from fuzz_calls import bits, filled, group_of, named, problem_of, tensor_of
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
-from mapping_cases import laid_out
+from mapping_cases import with_layout
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -144,7 +144,7 @@ def _attention(group: ProcessGroup, case: Attention) -> str:
     full = _inputs(case)
     if case.dtype in ("float8_e5m2", "bool"):
         return "mixed" if world == 1 else _moved(case, given, full, rank, seq)
-    locals_ = [laid_out(x.split(list(case.sizes), seq)[rank], case.memory) for x in full]
+    locals_ = [with_layout(x.split(list(case.sizes), seq)[rank], case.memory) for x in full]
     passed = _passed(case, locals_, meant)
     if passed is None:
         return "mixed"

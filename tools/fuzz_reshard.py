@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fuzz_calls import bits, filled, group_of, named, problem_of, tensor_of
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
-from mapping_cases import laid_out
+from mapping_cases import with_layout
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -459,7 +459,7 @@ def _prepared(group: ProcessGroup, case: Resharding) -> _Prepared | str:
 
 
 def _memory(x: Tensor, layout: str) -> Tensor:
-    return x if layout == "expanded" else laid_out(x, layout)
+    return x if layout == "expanded" else with_layout(x, layout)
 
 
 def run_resharding(group: ProcessGroup, case: Resharding) -> str:
@@ -705,7 +705,7 @@ def _out(group: ProcessGroup, given: Any, case: Resharding, made: _Prepared) -> 
     _as_dtensors(case, made)
     passed = _passed(case, made)
     into = {
-        name: laid_out(torch.full(wanted.shape, 1).to(wanted.dtype), case.memory)
+        name: with_layout(torch.full(wanted.shape, 1).to(wanted.dtype), case.memory)
         for name, wanted in (made.wanted or {}).items()
     }
     if case.fault == "out" and group.rank() == case.place:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from fuzz_calls import bits, filled, named, problem_of, tensor_of
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
-from mapping_cases import laid_out
+from mapping_cases import with_layout
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -100,7 +100,7 @@ def run_stages(group: ProcessGroup, step: StageStep) -> str:
 
 def _tensors(step: StageStep, of: int, seed: int = 0) -> list[Tensor]:
     made = [filled(shape, step.dtype, seed + 10 * of + i) for i, shape in enumerate(step.shapes)]
-    return [laid_out(x, step.memory) for x in made]
+    return [with_layout(x, step.memory) for x in made]
 
 
 def _form(step: StageStep, values: list[Any]) -> Any:

@@ -16,7 +16,7 @@ import torch
 from fuzz_calls import bits, filled, named, problem_of, tensor_of
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
-from mapping_cases import laid_out
+from mapping_cases import with_layout
 from shards import ranks_of, shard_of
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -128,7 +128,7 @@ def _hop(group: ProcessGroup, step: Step) -> str:
 
     def tensors(of: int) -> list[Tensor]:
         made = [filled(shape, step.dtype, 10 * of + i) for i, shape in enumerate(step.shapes)]
-        return [laid_out(x, step.layout) for x in made]
+        return [with_layout(x, step.layout) for x in made]
 
     sent = [tensor_of(step.kind, x, group) for x in tensors(rank)]
     if any(x is None for x in sent):
@@ -238,7 +238,7 @@ def _layout(group: ProcessGroup, case: Layout) -> str:
         return "refused: documented"
     local = _shard(full, specs[0], pg)
     fits = local is not None
-    x = ColoTensor(laid_out(full if local is None else local, case.memory), ColoTensorSpec(pg, specs[0]), full.shape)
+    x = ColoTensor(with_layout(full if local is None else local, case.memory), ColoTensorSpec(pg, specs[0]), full.shape)
     if not fits and world > 1:
         return f"problem: {specs[0]} is accepted for {case.shape}"
     if case.leaf and (x.is_floating_point() or x.is_complex()):
@@ -259,7 +259,7 @@ def _operator(case: Layout, x: Any, full: Tensor) -> str:
     """An operator gives what torch gives, or raises where torch does."""
     operator = _OPERATORS[case.operator]
     try:
-        wanted = operator(laid_out(full, case.memory))  # torch has kernels of some dtypes for contiguous tensors only
+        wanted = operator(with_layout(full, case.memory))  # torch has some kernels for contiguous tensors only
     except Exception as error:
         try:
             operator(x)
@@ -449,7 +449,7 @@ def _file(group: ProcessGroup, case: File) -> str:
     local = _shard(full, spec, pg)
     if local is None:
         return "mixed"
-    local = laid_out(local, layout.memory)
+    local = with_layout(local, layout.memory)
     may_learn = local.is_floating_point() or local.is_complex()
     if case.parameter:
         x: Any = ColoParameter(local, may_learn and layout.leaf, ColoTensorSpec(pg, spec))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from mapping_cases import Call, run
 from pool import Pool
 from torch.distributed import ProcessGroup
 from tritoncomm_kernels import tables
@@ -23,12 +24,14 @@ SHAPES = ((8, 4, 16), (1, 8, 16), (4, 4, 4, 8))
 MIB = 2**20
 
 
-def called(op: str, x: torch.Tensor, group: ProcessGroup, dims: tuple[int, ...], overwrite: bool) -> torch.Tensor:
-    function: Any = getattr(mappings, OPS[op])
-    if op == "all_to_all":
-        return function(group, x)
-    with mappings.overwrite_inputs(overwrite):
-        return function(x * 2.0 if op == "reduce" else x, *dims, group=group)
+Given = tuple[int, ...] | None
+
+
+def called(
+    op: str, x: torch.Tensor, group: ProcessGroup, dims: tuple[int, ...], sizes: Given = None, out_sizes: Given = None
+) -> torch.Tensor:
+    given = (out_sizes, sizes) if op == "all_to_all" else (sizes, out_sizes)
+    return run(Call(OPS[op], dims=(*dims, 0, 0)[:2], sizes=given), x, group)
 
 
 def total(counted: dict[tuple[str, str], record.Count]) -> tuple[int, int]:
@@ -61,10 +64,10 @@ def run_one(
             told = explain(op, shape, group.size(), torch.float32, dims, "cpu", overwrite=overwrite)
         except ShapeError:
             with pytest.raises(ShapeError):
-                called(op, x, group, dims, overwrite)
+                called(op, x, group, dims)
             return False
-        with record.recording() as forward:
-            out = called(op, x, group, dims, overwrite)
+        with record.recording() as forward, mappings.overwrite_inputs(overwrite):
+            out = called(op, x * 2.0 if op == "reduce" else x, group, dims)
         assert tuple(out.shape) == told.forward.result, what
         assert told.backward.result == shape, what
         check(told.forward, forward, what)
@@ -82,27 +85,12 @@ def test_the_bytes_are_those_of_the_real_call(pool: Pool, world: int, path: str)
     assert min(compared) > 50
 
 
-Given = tuple[int, ...] | None
-
-
 def strided(shape: tuple[int, ...], stride: Given) -> torch.Tensor:
     """A leaf of that layout in memory."""
     if stride is None:
         return torch.ones(shape, requires_grad=True)
     cells = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     return torch.ones(cells).as_strided(shape, stride).requires_grad_()
-
-
-def sized(op: str, x: torch.Tensor, group: ProcessGroup, dims: tuple[int, ...], cut: Given, out: Given) -> torch.Tensor:
-    function: Any = getattr(mappings, OPS[op])
-    if op == "all_to_all":
-        return function(group, x, out, cut)
-    if op == "all_to_all_dims":
-        return function(x, *dims, group, scatter_sizes=cut, gather_sizes=out)
-    if cut is None:
-        return function(x, *dims, group=group)
-    keyword = {"gather_sp": "output_split_sizes", "reduce_scatter_sp": "input_split_sizes"}.get(op, "sizes")
-    return function(x, *dims, group=group, **{keyword: cut})
 
 
 def run_layouts(group: ProcessGroup, path: str, cases: list[Any]) -> int:
@@ -118,10 +106,10 @@ def run_layouts(group: ProcessGroup, path: str, cases: list[Any]) -> int:
                 told = explain(op, shape, world, torch.float32, dims, "cpu", **options)
             except UnsupportedError:
                 with pytest.raises(UnsupportedError, match="no kernel walks"):
-                    sized(op, x, group, dims, given, taken)
+                    called(op, x, group, dims, given, taken)
                 continue
             with record.recording() as forward:
-                y = sized(op, x, group, dims, given, taken)
+                y = called(op, x, group, dims, given, taken)
             assert tuple(y.shape) == told.forward.result, (what, told.forward)
             check(told.forward, forward, what)
             if op == "copy":

@@ -1,5 +1,6 @@
 """Over process groups on the device: one rank of its backend, two processes of Gloo, two of NCCL where it can."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,9 @@ import torch
 import torch.distributed as dist
 from bits import bits, random_bits
 from devices import Device
+from fuzz_calls import assert_right
 from kernel_cases import COPIED, FLOATS
-from mapping_cases import BY_SIZES, MAPPINGS, check_by_sizes, check_mapping, value
+from mapping_cases import FUNCTIONS, MAPPINGS, by_sizes, run, value
 from pool import Pool
 from single_rank import force_single_rank_collectives
 from torch import Tensor, nn
@@ -48,15 +50,16 @@ def test_one_rank(device: Device, one_rank: ProcessGroup) -> None:
     """Every mapping is the identity there, up to the shape, in both directions and in every dtype."""
     for dtype in COPIED:
         small = random_bits((8, 2, 16), torch.int8, 1, device.at)
-        for name, (call, forward, _) in MAPPINGS.items():
-            if "sum" in forward and not (dtype in FLOATS or dtype in (torch.int32, torch.int64)):
+        for name, call in MAPPINGS.items():
+            adds = FUNCTIONS[call.function].adds
+            if adds and not (dtype in FLOATS or dtype in (torch.int32, torch.int64)):
                 continue
-            x = small.to(dtype) if "sum" in forward else random_bits((8, 2, 16), dtype, 2, device.at)
-            out = call(x, one_rank)
+            x = small.to(dtype) if adds else random_bits((8, 2, 16), dtype, 2, device.at)
+            out = run(call, x, one_rank)
             assert torch.equal(bits(out.flatten()), bits(x.flatten())), (name, dtype)
             if dtype in FLOATS:
                 leaf = small.to(dtype).requires_grad_()
-                result = call(leaf, one_rank)
+                result = run(call, leaf, one_rank)
                 gradient = random_bits(tuple(result.shape), torch.int8, 3, device.at).to(dtype)
                 result.backward(gradient)
                 assert leaf.grad is not None, (name, dtype)
@@ -80,10 +83,11 @@ def test_handles_on_a_side_stream(device: Device, one_rank: ProcessGroup, name: 
 
 def run_mappings(group: ProcessGroup, device: Device) -> None:
     for dtype in device.pick(("float32",), ("bfloat16", "float32", "float64")):
-        for name in MAPPINGS:
-            check_mapping(group, name, (8, 2, 16), dtype, "contiguous", "triton", device.at)
-        for name in BY_SIZES:
-            check_by_sizes(group, name, dtype, "triton", device.at)
+        for call in MAPPINGS.values():
+            asked = replace(call, shape=(8, 2, 16), dtype=dtype, kind="leaf", path="triton")
+            assert_right(group, asked, device=device.at)
+        for call in by_sizes(group.size()).values():
+            assert_right(group, replace(call, dtype=dtype, kind="leaf", path="triton"), device=device.at)
 
 
 def run_p2p(group: ProcessGroup, device: Device) -> None:

@@ -6,12 +6,14 @@ p2p is left out, because the threaded group neither sends nor receives.
 import itertools
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from devices import Device
-from mapping_cases import BY_SIZES, MAPPINGS, check_by_sizes, check_mapping, value
+from fuzz_calls import assert_right
+from mapping_cases import MAPPINGS, by_sizes, value
 from shards import shard_of
 from threaded import ThreadedRanksError, run_ranks
 from torch.distributed import ProcessGroup
@@ -25,13 +27,14 @@ WORLDS = [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pyte
 
 
 def run_mappings(rank: int, group: ProcessGroup, device: Device) -> None:
-    for dtype, name in itertools.product(DTYPES, MAPPINGS):
-        check_mapping(group, name, (8, 2, 16), dtype, "contiguous", device.path, device.at)
+    for dtype, call in itertools.product(DTYPES, MAPPINGS.values()):
+        asked = replace(call, shape=(8, 2, 16), dtype=dtype, kind="leaf", path=device.path)
+        assert_right(group, asked, device=device.at)
 
 
 def run_split_sizes(rank: int, group: ProcessGroup, device: Device) -> None:
-    for dtype, name in itertools.product(DTYPES, BY_SIZES):
-        check_by_sizes(group, name, dtype, device.path, device.at)
+    for dtype, call in itertools.product(DTYPES, by_sizes(group.size()).values()):
+        assert_right(group, replace(call, dtype=dtype, kind="leaf", path=device.path), device=device.at)
 
 
 def run_redistributions(rank: int, group: ProcessGroup, device: Device) -> None:

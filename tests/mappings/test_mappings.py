@@ -10,8 +10,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fuzz_calls import FUNCTIONS, GRADS, SUMMED, Call, Matrix, assert_right, reduce_split, total
-from mapping_cases import FORMS, LAYOUTS, MAPPINGS, cut, held, rows_exchanged, same, summed
+from fuzz_calls import assert_right
+from mapping_cases import (
+    FUNCTIONS,
+    GRADS,
+    LAYOUTS,
+    MAPPINGS,
+    SUMMED,
+    Call,
+    Matrix,
+    all_held,
+    expected,
+    expected_gradient,
+    run,
+    same,
+    summed,
+)  # fmt: skip
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -45,11 +59,11 @@ def test_forward_and_backward(group: ProcessGroup, name: str) -> None:
     """Every dtype and layout, and shapes of every number of dims."""
     function = FUNCTIONS[name]
     shapes = [(8, 16), (8, 3, 16), (8, 2, 3, 8), (8, 1, 2, 1, 8), (0, 8), *([(16,)] if "hp" not in name else [])]
-    dtypes = SUMMED if function.form in (total, reduce_split) else DTYPES
+    dtypes = SUMMED if function.adds else DTYPES
     for shape, layout in itertools.product(shapes, LAYOUTS):
         for dtype in dtypes if shape == (8, 16) else dtypes[:1]:
             assert_right(group, Call(name, shape, dtype, layout, kind_of(dtype)))
-    if name in ("all_to_all", "sp2hp", "hp2sp"):
+    if name in ("all_to_all", "all_to_all_sp2hp", "all_to_all_hp2sp"):
         assert_right(group, Call(name, (8, 16), kind="leaf", asynchronous=True))
 
 
@@ -95,12 +109,12 @@ NEITHER, BOTH = (False, False), (True, True)
 # mapping and dims: where a kernel runs, forward and backward; the others move whole rows or nothing
 ON_KERNELS: dict[tuple[str, tuple[int, int]], tuple[bool, bool]] = {
     **{(name, (0, 0)): NEITHER for name in MAPPED if FUNCTIONS[name].fixed is not None and not name.startswith("_")},
-    ("scatter_tp", (0, 0)): (False, True),
-    ("gather_tp", (0, 0)): (True, False),
-    ("ag_last", (0, 0)): BOTH,
-    ("rs_last", (0, 0)): BOTH,
-    ("sp2hp", (0, 0)): BOTH,
-    ("hp2sp", (0, 0)): BOTH,
+    ("scatter_to_tensor_model_parallel_region", (0, 0)): (False, True),
+    ("gather_from_tensor_model_parallel_region", (0, 0)): (True, False),
+    ("all_gather_last_dim_from_tensor_parallel_region", (0, 0)): BOTH,
+    ("reduce_scatter_last_dim_to_tensor_parallel_region", (0, 0)): BOTH,
+    ("all_to_all_sp2hp", (0, 0)): BOTH,
+    ("all_to_all_hp2sp", (0, 0)): BOTH,
     ("all_gather_dim", (1, 0)): BOTH,
     ("reduce_scatter_dim", (0, 0)): NEITHER,
     ("reduce_scatter_dim", (1, 0)): BOTH,
@@ -129,7 +143,7 @@ def test_kernels(group: ProcessGroup, name: str, dims: tuple[int, int]) -> None:
     """Every dtype and layout on the kernels, which run where they are said to."""
     call = Call(name, (8, 4, 12), dims=dims)
     assert kernels_of(group, call) == ON_KERNELS[name, dims]
-    for dtype in SUMMED if FUNCTIONS[name].form in (total, reduce_split) else DTYPES:
+    for dtype in SUMMED if FUNCTIONS[name].adds else DTYPES:
         calls_on_kernels(group, replace(call, dtype=dtype, kind=kind_of(dtype)))
     layouts = LAYOUTS if FUNCTIONS[name].fixed is not None else ["contiguous", "fused"]
     for shape, layout in itertools.product([(4, 4, 4, 4), (4, 4, 4, 2, 4)], layouts):
@@ -149,17 +163,17 @@ def test_kernels_of_uneven_pieces(group: ProcessGroup) -> None:
         assert kernels_of(group, call) == kernels, name
 
 
-# class: (arguments after group, forward, backward)
-CLASSES: dict[str, tuple[tuple[Any, ...], str, str]] = {
-    "_CopyToModelParallelRegion": ((), "identity", "sum"),
-    "_ReduceFromModelParallelRegion": ((), "sum", "identity"),
-    "_ScatterToModelParallelRegion": ((), "split last", "join last"),
-    "_GatherFromModelParallelRegion": ((), "join last", "split last"),
-    "_ScatterToSequenceParallelRegion": ((), "split first", "join first"),
-    "_GatherFromSequenceParallelRegion": ((True, None, False), "join first", "sum, split first"),
-    "_ReduceScatterToSequenceParallelRegion": ((None, False), "sum, split first", "join first"),
-    "_AllGatherFromTensorParallelRegion": ((), "join last", "sum, split last"),
-    "_ReduceScatterToTensorParallelRegion": ((), "sum, split last", "join last"),
+# class: (its mapping, arguments after group)
+CLASSES: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "_CopyToModelParallelRegion": ("copy_to_tensor_model_parallel_region", ()),
+    "_ReduceFromModelParallelRegion": ("reduce_from_tensor_model_parallel_region", ()),
+    "_ScatterToModelParallelRegion": ("scatter_to_tensor_model_parallel_region", ()),
+    "_GatherFromModelParallelRegion": ("gather_from_tensor_model_parallel_region", ()),
+    "_ScatterToSequenceParallelRegion": ("scatter_to_sequence_parallel_region", ()),
+    "_GatherFromSequenceParallelRegion": ("gather_from_sequence_parallel_region", (True, None, False)),
+    "_ReduceScatterToSequenceParallelRegion": ("reduce_scatter_to_sequence_parallel_region", (None, False)),
+    "_AllGatherFromTensorParallelRegion": ("all_gather_last_dim_from_tensor_parallel_region", ()),
+    "_ReduceScatterToTensorParallelRegion": ("reduce_scatter_last_dim_to_tensor_parallel_region", ()),
 }
 
 
@@ -167,17 +181,17 @@ CLASSES: dict[str, tuple[tuple[Any, ...], str, str]] = {
 def test_autograd_classes_and_stand_in_ctx(group: ProcessGroup) -> None:
     rank, world = group.rank(), group.size()
     shape = (4, 3, 8)
-    for name, (extra, forward, backward) in CLASSES.items():
-        cls = getattr(m, name)
-        parts = held(group, shape, "float32", False, 0)
-        wanted = FORMS[forward](parts, rank)
+    for name, (mapping, extra) in CLASSES.items():
+        cls, call = getattr(m, name), MAPPINGS[mapping]
+        parts = all_held(group, shape, 0)
+        wanted = expected(call, parts, rank)
         same(cls.symbolic(None, parts[rank].clone(), group), wanted, name)
         leaf = parts[rank].clone().requires_grad_()
         out = cls.apply(leaf, group, *extra)
         same(out.detach(), wanted, name)
-        grads = held(group, tuple(wanted.shape), "float32", False, 50)
+        grads = all_held(group, tuple(wanted.shape), 50)
         out.backward(grads[rank].clone())
-        back = FORMS[backward](grads, rank)
+        back = expected_gradient(call, grads, rank)
         assert leaf.grad is not None
         same(leaf.grad, back, name)
         ctx = SimpleNamespace(
@@ -196,26 +210,26 @@ def test_autograd_classes_and_stand_in_ctx(group: ProcessGroup) -> None:
                  "use_global_buffer")}.get(name, ())  # fmt: skip
         assert all(hasattr(seen, attribute) for attribute in names)
     ctx = SimpleNamespace(group=group, output_split_sizes=None, input_split_sizes=None)
-    grads = held(group, shape, "float32", False, 50)
+    grads = all_held(group, shape, 50)
     found = m._AllToAll.backward(ctx, grads[rank])
     assert [item is None for item in found] == [True, False, True, True, True]
-    same(found[1], rows_exchanged(grads, rank), "all_to_all")
+    same(found[1], expected_gradient(MAPPINGS["all_to_all"], grads, rank), "all_to_all")
     seen = SimpleNamespace()
     m._AllToAll.forward(seen, group, grads[rank], None, None)
     assert (seen.group, seen.output_split_sizes, seen.input_split_sizes) == (group, None, None)
     ctx = SimpleNamespace(
         group=group, tensor_parallel_output_grad=False, output_split_sizes=None, use_global_buffer=False
     )
-    grads = held(group, shape, "float32", True, 70)
+    grads = all_held(group, shape, 70, replicated=True)
     found = m._GatherFromSequenceParallelRegion.backward(ctx, grads[rank])
-    same(found[0], cut(grads[rank], world, rank, 0), "gather_sp(False)")
+    same(found[0], grads[rank].chunk(world)[rank], "a gradient that is split")
 
 
 @pytest.mark.ranks(1)
 def test_one_rank_copies_nothing(group: ProcessGroup) -> None:
-    for name, (call, _, _) in MAPPINGS.items():
+    for name, mapping in MAPPINGS.items():
         for x in (torch.ones(4, 6), torch.ones(6, 4).t(), torch.ones(4, 6, requires_grad=True)):
-            out = call(x, group)
+            out = run(mapping, x, group)
             assert out.data_ptr() == x.data_ptr(), name
             if not x.requires_grad:
                 assert out.shape == x.shape
@@ -232,14 +246,13 @@ def test_one_rank_copies_nothing(group: ProcessGroup) -> None:
 
 def test_global_buffer_results_never_alias(group: ProcessGroup) -> None:
     rank = group.rank()
-    parts = held(group, (4, 3), "float32", False, 0)
-    more = held(group, (4, 3), "float32", False, 9)
+    parts, more = all_held(group, (4, 3), 0), all_held(group, (4, 3), 9)
     first = m.gather_from_sequence_parallel_region(parts[rank], group=group, use_global_buffer=True)
     second = m.gather_from_sequence_parallel_region(more[rank], group=group, use_global_buffer=True)
     third = m.reduce_scatter_to_sequence_parallel_region(parts[rank], group, use_global_buffer=True)
     same(first, torch.cat(parts), "first")
     same(second, torch.cat(more), "second")
-    same(third, cut(summed(parts), group.size(), rank, 0), "third")
+    same(third, summed(parts).chunk(group.size())[rank], "third")
     assert len({t.untyped_storage().data_ptr() for t in (first, second, third)}) == 3
 
 
@@ -253,9 +266,9 @@ def test_helpers_that_copy_nothing(group: ProcessGroup) -> None:
 def test_meta_tensors_propagate_shapes(group: ProcessGroup) -> None:
     rank, world = group.rank(), group.size()
     x = torch.ones(2 * world, 2 * world, device="meta", requires_grad=True)
-    for name, (mapping, _, _) in MAPPINGS.items():
-        out = mapping(x, group)
-        assert (out.is_meta, out.shape) == (True, mapping(torch.ones(x.shape), group).shape), name
+    for name, call in MAPPINGS.items():
+        out = run(call, x, group)
+        assert (out.is_meta, out.shape) == (True, run(call, torch.ones(x.shape), group).shape), name
         (gradient,) = torch.autograd.grad(out, x, torch.ones_like(out))
         assert (gradient.is_meta, gradient.shape) == (True, x.shape), name
     sizes = [*range(1, world)] + [0]
@@ -271,12 +284,14 @@ def test_meta_tensors_propagate_shapes(group: ProcessGroup) -> None:
 
 # The dot-product test: <f(x), y> = <x, f'(y)>; a replicated side counts once, the others sum over the ranks.
 REPLICATED = {  # (input, output)
-    "copy": (True, False),
-    "reduce_from": (False, True),
-    "scatter_tp": (True, False),
-    "gather_tp": (False, True),
-    "scatter_sp": (True, False),
-    "gather_sp-replicated-grad": (False, True),
+    "copy_to_tensor_model_parallel_region": (True, False),
+    "reduce_from_tensor_model_parallel_region": (False, True),
+    "scatter_to_tensor_model_parallel_region": (True, False),
+    "gather_from_tensor_model_parallel_region": (False, True),
+    "scatter_to_sequence_parallel_region": (True, False),
+    "gather_from_sequence_parallel_region, split": (False, True),
+    "all_gather_dim, split": (False, True),
+    "split_dim": (True, False),
 }
 
 
@@ -295,10 +310,10 @@ def _random(shape: tuple[int, ...], seed: int, rank: int, replicated: bool) -> T
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("name", MAPPINGS)
 def test_adjoint_and_double_backward(group: ProcessGroup, name: str) -> None:
-    call, (x_same, y_same) = MAPPINGS[name][0], REPLICATED.get(name, (False, False))
-    rank, shape = group.rank(), (8, 3, 16)
+    call, (x_same, y_same) = MAPPINGS[name], REPLICATED.get(name, (False, False))
+    rank, shape = group.rank(), (8, 4, 16)
     x = _random(shape, 1, rank, x_same).requires_grad_()
-    out = call(x, group)
+    out = run(call, x, group)
     y = _random(tuple(out.shape), 2, rank, y_same).requires_grad_()
     (grad,) = torch.autograd.grad(out, x, y, create_graph=True)
     left = _total((out * y).sum(), group, y_same)
@@ -308,7 +323,7 @@ def test_adjoint_and_double_backward(group: ProcessGroup, name: str) -> None:
     # grad is linear in y: its derivative towards v is the forward of v
     v = _random(shape, 3, rank, x_same)
     (twice,) = torch.autograd.grad(grad, y, v, create_graph=True)
-    same(twice.detach(), call(v, group), ("double backward", name))
+    same(twice.detach(), run(call, v, group), ("double backward", name))
     assert _total((v * grad).sum(), group, x_same) == pytest.approx(_total((twice * y).sum(), group, y_same), rel=1e-12)
 
 
@@ -327,8 +342,8 @@ def test_sums_of_random_data(group: ProcessGroup) -> None:
         scale = float(exact.abs().max())
         for out, wanted in (
             (m.reduce_from_tensor_model_parallel_region(parts[rank], group), exact),
-            (m.reduce_scatter_to_sequence_parallel_region(parts[rank], group), cut(exact, world, rank, 0)),
-            (m.reduce_scatter_last_dim_to_tensor_parallel_region(parts[rank], group), cut(exact, world, rank, -1)),
+            (m.reduce_scatter_to_sequence_parallel_region(parts[rank], group), exact.chunk(world)[rank]),
+            (m.reduce_scatter_last_dim_to_tensor_parallel_region(parts[rank], group), exact.chunk(world, -1)[rank]),
         ):
             assert float((out.double() - wanted).abs().max()) <= tolerance * scale * world
 

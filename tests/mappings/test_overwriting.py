@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mapping_cases import held, same, summed
+from mapping_cases import all_held, same, summed
 from memory import EXTERNAL, TYPES, VIEWS, kept
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -233,7 +233,7 @@ def test_the_switch_of_the_forward_counts(group: ProcessGroup) -> None:
 
 def test_one_gradient_of_two_branches(group: ProcessGroup) -> None:
     """A sum hands one gradient tensor to both branches: overwritten, it reaches the other branch as a sum, too."""
-    grads = held(group, SHAPE, "float32", False, 30)
+    grads = all_held(group, SHAPE, 30)
     own = grads[group.rank()]
     for overwrite in (False, True):
         a, b = (torch.ones(SHAPE, requires_grad=True) for _ in range(2))
@@ -252,7 +252,7 @@ def test_one_gradient_of_two_branches(group: ProcessGroup) -> None:
 
 def test_second_derivatives_and_recomputation(group: ProcessGroup) -> None:
     """Second derivatives and recomputed chains are equal with and without the switch."""
-    weight = held(group, (3, 3), "float32", False, 1)[0]
+    weight = all_held(group, (3, 3), 1)[0]
 
     def chain(x: Tensor) -> Tensor:
         return reduce_from(copy_to(x * x, group) @ weight, group) * 1.0
@@ -263,7 +263,7 @@ def test_second_derivatives_and_recomputation(group: ProcessGroup) -> None:
 
     seconds: list[Tensor] = []
     for overwrite in (False, True):
-        x = held(group, SHAPE, "float32", False, 2)[group.rank()].clone().requires_grad_()
+        x = all_held(group, SHAPE, 2)[group.rank()].clone().requires_grad_()
         with m.overwrite_inputs(overwrite):
             seconds.append(second(x))
     same(*seconds, "second derivative")
@@ -271,7 +271,7 @@ def test_second_derivatives_and_recomputation(group: ProcessGroup) -> None:
     for use_reentrant in (False, True):
         gradients: list[Tensor] = []
         for overwrite in (False, True):
-            x = held(group, SHAPE, "float32", False, 2)[group.rank()].clone().requires_grad_()
+            x = all_held(group, SHAPE, 2)[group.rank()].clone().requires_grad_()
             with m.overwrite_inputs(overwrite):
                 out = checkpoint(chain, x * 1.0, use_reentrant=use_reentrant)
             (out**2).sum().backward()  # recomputes without the switch

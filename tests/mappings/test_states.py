@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mapping_cases import FORMS, MAPPINGS, held, same
+from mapping_cases import MAPPINGS, all_held, expected, expected_gradient, run, same
 from memory import EXTERNAL, Keep, KeepFunctions, kept, traced
 from pool import Pool
 from torch import Tensor
@@ -28,13 +28,6 @@ from tritoncomm import UnsupportedError
 from tritoncomm import mappings as m
 
 SHAPE = (8, 16)
-CALLS: dict[str, tuple[Any, str, str]] = {
-    **MAPPINGS,
-    "all_gather_dim": (lambda x, group: m.all_gather_dim(x, 0, group), "join first", "sum, split first"),
-    "reduce_scatter_dim": (lambda x, group: m.reduce_scatter_dim(x, 1, group), "sum, split last", "join last"),
-    "split_dim": (lambda x, group: m.split_dim(x, 0, group), "split first", "join first"),
-    "all_to_all_dims": (lambda x, group: m.all_to_all_dims(x, 1, 0, group), "sp2hp", "hp2sp"),
-}
 MEMORY = ["plain", "view", "slice", *(name for name in EXTERNAL if name not in ("subclass", "wrapper", "parameter"))]
 STATES: dict[str, Callable[[], Any]] = {
     "nothing": nullcontext,
@@ -105,22 +98,22 @@ def memory() -> Iterator[Memory]:
 
 
 def run_case(group: ProcessGroup, rng: random.Random) -> tuple[Any, ...]:
-    name, state, recompute = rng.choice(list(CALLS)), rng.choice(list(STATES)), rng.choice(list(RECOMPUTED))
+    name, state, recompute = rng.choice(list(MAPPINGS)), rng.choice(list(STATES)), rng.choice(list(RECOMPUTED))
     of_input, of_grad = rng.choice(MEMORY), rng.choice(MEMORY)
     grad, temporary, hook = rng.random() < 0.7, rng.random() < 0.6, rng.random() < 0.3
     what = (name, state, recompute, of_input, of_grad, grad, temporary, hook)
-    call, forward, backward = CALLS[name]
-    parts = held(group, SHAPE, "float32", False, rng.randrange(1000))
-    wanted = FORMS[forward](parts, group.rank())
-    grads = held(group, tuple(wanted.shape), "float32", False, rng.randrange(1000))
+    call = MAPPINGS[name]
+    parts = all_held(group, SHAPE, rng.randrange(1000))
+    wanted = expected(call, parts, group.rank())
+    grads = all_held(group, tuple(wanted.shape), rng.randrange(1000))
     with memory() as outside:
         leaf = outside.tensor(of_input, parts[group.rank()]).requires_grad_(grad)
         outside.watch(leaf)
-        mapped = (lambda x: call(x, group)) if not temporary else (lambda x: call(x.view_as(x) * 1, group))
+        mapped = (lambda x: run(call, x, group)) if not temporary else (lambda x: run(call, x.view_as(x) * 1, group))
         with ExitStack() as stack:
             stack.enter_context(STATES[state]())
             if temporary and rng.random() < 0.5:  # the memory itself, as a temporary that only the mapping refers to
-                out = call(outside.tensor(of_input, parts[group.rank()]), group)
+                out = run(call, outside.tensor(of_input, parts[group.rank()]), group)
                 same(out.detach().contiguous(), wanted, what)
             if RECOMPUTED[recompute] is None or not torch.is_grad_enabled() or not grad:
                 out = mapped(leaf)
@@ -140,7 +133,8 @@ def run_case(group: ProcessGroup, rng: random.Random) -> tuple[Any, ...]:
                 outside.watch(passed)
                 out.backward(passed)
             assert leaf.grad is not None, what
-            same(leaf.grad.contiguous(), FORMS[backward](grads, group.rank()).reshape(SHAPE), ("backward", *what))
+            of_leaf = expected_gradient(call, grads, group.rank()).reshape(SHAPE)
+            same(leaf.grad.contiguous(), of_leaf, ("backward", *what))
         assert outside.unchanged(), what
     return what
 
@@ -165,16 +159,16 @@ def test_many_drawn_cases(pool: Pool, seed: int) -> None:
 @pytest.mark.ranks(1, 2)
 def test_a_target_computed_under_no_grad_is_not_trained(group: ProcessGroup) -> None:
     """A target computed under no_grad is a constant: d/dw (f(w) - target)^2 sees f(w) alone."""
-    for name, (call, _, _) in CALLS.items():
+    for name, call in MAPPINGS.items():
         w = torch.arange(1.0, 129.0).view(SHAPE).requires_grad_()
         with torch.no_grad():
-            target = call(w, group)
-            handed_back = call(w.detach(), group)
+            target = run(call, w, group)
+            handed_back = run(call, w.detach(), group)
         assert not target.requires_grad, name
         assert not handed_back.requires_grad, name
-        ((call(w, group) - 2 * target) * target).sum().backward()
+        ((run(call, w, group) - 2 * target) * target).sum().backward()
         expected = torch.zeros_like(w).requires_grad_()
-        (grad,) = torch.autograd.grad(call(expected, group), expected, target.clone())
+        (grad,) = torch.autograd.grad(run(call, expected, group), expected, target.clone())
         same(w.grad, grad, name)  # pyright: ignore[reportArgumentType]
 
 
@@ -185,26 +179,26 @@ def test_an_input_that_is_handed_back_without_grad_is_the_same_object(group: Pro
         with guard():
             assert m.copy_to_tensor_model_parallel_region(x, group) is x
             if group.size() == 1:
-                for name, (call, _, _) in CALLS.items():
+                for name, call in MAPPINGS.items():
                     if "hp" not in name:
-                        assert call(x, group) is x, name
+                        assert run(call, x, group) is x, name
 
 
 @pytest.mark.ranks(1, 2)
 def test_forward_mode_ad_is_refused(group: ProcessGroup) -> None:
-    for name, (call, _, _) in CALLS.items():
+    for name, call in MAPPINGS.items():
         for requires_grad in (False, True):
             with forward_ad.dual_level():
                 x = forward_ad.make_dual(torch.ones(SHAPE, requires_grad=requires_grad), torch.ones(SHAPE))
                 with pytest.raises(UnsupportedError, match="forward-mode AD"):
-                    call(x, group)
-                call(torch.ones(SHAPE), group)  # without a tangent there is nothing to lose
+                    run(call, x, group)
+                run(call, torch.ones(SHAPE), group)  # without a tangent there is nothing to lose
         with pytest.raises(UnsupportedError, match="forward-mode AD"):
-            torch.func.jvp(lambda x, call=call: call(x, group), (torch.ones(SHAPE),), (torch.ones(SHAPE),))
+            torch.func.jvp(lambda x, call=call: run(call, x, group), (torch.ones(SHAPE),), (torch.ones(SHAPE),))
         with forward_ad.dual_level():  # forward over reverse: the gradient has the tangent
-            out = call(torch.ones(SHAPE, requires_grad=True), group)
+            out = run(call, torch.ones(SHAPE, requires_grad=True), group)
             tangent = forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
-            if group.size() > 1 and name not in ("reduce_from",):
+            if group.size() > 1 and name != "reduce_from_tensor_model_parallel_region":
                 with pytest.raises(UnsupportedError, match="forward-mode AD"):
                     out.backward(tangent)
-        same(call(torch.ones(SHAPE), group).contiguous(), call(torch.ones(SHAPE), group).contiguous(), name)
+        same(run(call, torch.ones(SHAPE), group).contiguous(), run(call, torch.ones(SHAPE), group).contiguous(), name)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from mapping_cases import BY_SIZES, MAPPINGS
+from mapping_cases import MAPPINGS, as_asked, by_sizes, local_shape, run
+from mapping_cases import Call as Mapping
 from stream_order.program import RANK, WORLD, Program
 from stream_order.simulator import DEVICE
 from torch import Tensor
@@ -27,14 +29,9 @@ def leaf(program: Program, *shape: int) -> Tensor:
     return program.tensor(*shape).requires_grad_()
 
 
-def of_mapping(name: str) -> Call:
-    function = MAPPINGS[name][0]
-    return lambda program: function(leaf(program, 16, 8, 64) * 1, program.group)
-
-
-def of_sizes(name: str) -> Call:
-    case = BY_SIZES[name]
-    return lambda program: case.call(leaf(program, *case.shape(RANK, WORLD)) * 1, program.group)
+def of_mapping(call: Mapping) -> Call:
+    shape, asked = local_shape(call, RANK, WORLD), as_asked(call, RANK, range(WORLD))
+    return lambda program: run(asked, leaf(program, *shape) * 1, program.group)
 
 
 def attention(layout: str = "bshd", heads: tuple[int, int] = (8, 8), sizes: list[int] | None = None) -> Call:
@@ -100,8 +97,8 @@ def moved(n: int, first: Any = _ALL, second: Any = _ALL, count: int = 1, records
 
 
 DIFFERENTIABLE: dict[str, Call] = {
-    **{f"mapping {name}": of_mapping(name) for name in MAPPINGS},
-    **{f"mapping {name} by sizes": of_sizes(name) for name in BY_SIZES},
+    **{f"mapping {name}": of_mapping(replace(call, shape=(16, 8, 64))) for name, call in MAPPINGS.items()},
+    **{f"mapping {name} by sizes": of_mapping(call) for name, call in by_sizes(WORLD).items()},
     "ulysses": attention(),
     "ulysses shared heads": attention(heads=(8, 2)),
     "ulysses sequence first": attention("sbhd"),
