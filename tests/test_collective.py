@@ -61,7 +61,7 @@ def own(found: Tensor) -> None:
     assert found._base is None
 
 
-@pytest.mark.ranks(4, (1, 3), *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 8)))
+@pytest.mark.ranks(2, (1, 3), *(pytest.param(world, marks=pytest.mark.slow) for world in (4, 8)))
 @pytest.mark.parametrize("path", ["torch", "triton"])
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
 def test_gather_and_scatter_any_dim(group: ProcessGroup, name: str, path: str) -> None:

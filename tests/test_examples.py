@@ -12,7 +12,6 @@ from jobs import without_launcher
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-QUICK = ("tensor_parallel_block",)  # the others are slow tests
 PEERS = ("megatron", "transformers")  # packages that an example may be about; importing them takes long
 STEP = re.compile(r"step (\d+): loss ([\d.]+) on 2 ranks, ([\d.]+)")
 
@@ -52,10 +51,8 @@ def check_losses(output: str) -> None:
     assert ours[-1] < ours[0], output
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem not in QUICK)) for path in EXAMPLES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_trains(path: Path) -> None:
     check_losses(run(path))
 

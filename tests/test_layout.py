@@ -1,6 +1,7 @@
 """Who may import whom, who may call collectives, and what every module has to have."""
 
 import ast
+import functools
 import graphlib
 import importlib
 import inspect
@@ -54,12 +55,17 @@ def _id(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def _statements(tree: ast.AST, in_function: bool = False) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
     """Every import of a file, and whether it is inside a function; those for type checkers only are left out."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node, in_function
-        elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+        elif not (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"):
             yield from _statements(node, in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
@@ -86,14 +92,14 @@ def _entry(dotted: str) -> str:
     return top if (ROOT / "tritoncomm" / top).is_dir() or (ROOT / "tritoncomm" / f"{top}.py").is_file() else "__init__"
 
 
-def _upward(path: Path, text: str) -> list[str]:
+def _upward(path: Path, tree: ast.Module) -> list[str]:
     """Imports of ``path`` from a higher layer."""
     package = ".".join(path.parent.relative_to(ROOT).parts)
     mine = _entry(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
     if path.parent == ROOT / "tritoncomm" and path.stem == "__init__":
         mine = "__init__"
     wrong = []
-    for name in sorted(_imports(ast.parse(text), package)):
+    for name in sorted(_imports(tree, package)):
         first = name.partition(".")[0]
         if first not in ("tritoncomm_kernels", "tritoncomm"):
             continue
@@ -115,7 +121,7 @@ def _module_graph(nested: bool = True) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for name, path in MODULE_PATHS.items():
         package = name if path.stem == "__init__" else name.rpartition(".")[0]
-        for target in _imports(ast.parse(path.read_text()), package, nested):
+        for target in _imports(_tree(path), package, nested):
             module = target if target in MODULE_PATHS else target.rpartition(".")[0]
             if module in MODULE_PATHS and module != name and not name.startswith(f"{module}."):
                 graph.setdefault(name, set()).add(module)
@@ -143,7 +149,7 @@ def _is_circular(graph: dict[str, set[str]]) -> bool:
 @pytest.mark.parametrize("path", SOURCES, ids=_id)
 def test_imports_go_down(path: Path) -> None:
     assert _entry(_module_of(path)) in ORDER, f"{_id(path)} has no place in the layers"
-    assert _upward(path, path.read_text()) == []
+    assert _upward(path, _tree(path)) == []
 
 
 @pytest.mark.parametrize(
@@ -158,7 +164,7 @@ def test_imports_go_down(path: Path) -> None:
     ],
 )
 def test_an_upward_import_is_seen(module: str, line: str) -> None:
-    assert _upward(ROOT / "tritoncomm" / module, line)
+    assert _upward(ROOT / "tritoncomm" / module, ast.parse(line))
 
 
 def test_imports_have_no_circle() -> None:
@@ -180,23 +186,22 @@ def test_imports_have_no_circle() -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=_id)
 def test_an_import_inside_a_function_says_why(path: Path) -> None:
     lines = path.read_text().splitlines()
-    for node, in_function in _statements(ast.parse(path.read_text())):
+    for node, in_function in _statements(_tree(path)):
         beside = lines[max(node.lineno - 2, 0) : node.end_lineno]
         assert not in_function or any("#" in line for line in beside), f"{_id(path)}:{node.lineno}: no reason stated"
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=_id)
 def test_kernels_know_nothing_above(path: Path) -> None:
-    for name in _imports(ast.parse(path.read_text()), "tritoncomm_kernels"):
+    for name in _imports(_tree(path), "tritoncomm_kernels"):
         assert name.partition(".")[0] != "tritoncomm"
         assert not name.startswith("torch.distributed")
 
 
-def _collective_calls(text: str) -> list[str]:
+def _collective_calls(tree: ast.Module) -> list[str]:
     """Calls of torch.distributed's or a process group's collectives: on a module or a group, not on our own."""
     ours = {"eager", "compiled", "backend", "collective", "self", "p2p", "kernels", "reference", "ops"}
     found = []
-    tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in COLLECTIVES:
             owner = ast.unparse(node.func.value)
@@ -211,14 +216,14 @@ def _collective_calls(text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if p.name not in SENDERS], ids=_id)
 def test_only_three_modules_send(path: Path) -> None:
-    assert _collective_calls(path.read_text()) == []
+    assert _collective_calls(_tree(path)) == []
 
 
 def test_a_stray_collective_is_seen() -> None:
-    assert _collective_calls("import torch.distributed as dist\ndist.all_reduce(x)")
-    assert _collective_calls("group.allreduce([x], o).wait()")
-    assert _collective_calls("from torch.distributed import all_gather_into_tensor")
-    assert _collective_calls((ROOT / "tritoncomm" / "core" / "backend.py").read_text())
+    assert _collective_calls(ast.parse("import torch.distributed as dist\ndist.all_reduce(x)"))
+    assert _collective_calls(ast.parse("group.allreduce([x], o).wait()"))
+    assert _collective_calls(ast.parse("from torch.distributed import all_gather_into_tensor"))
+    assert _collective_calls(_tree(ROOT / "tritoncomm" / "core" / "backend.py"))
 
 
 @pytest.mark.parametrize("folder", ["kernels", "tests", "tools", "bench", "docs"])
@@ -268,7 +273,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 @pytest.mark.parametrize("path", TESTS, ids=_id)
 def test_tests_import_helpers_and_never_each_other(path: Path) -> None:
-    for name in _imports(ast.parse(path.read_text()), "tests"):
+    for name in _imports(_tree(path), "tests"):
         first = name.partition(".")[0]
         assert first != "tests", f"{_id(path)} imports {name}"
         assert not first.startswith("test_"), f"{_id(path)} imports {name}"

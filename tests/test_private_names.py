@@ -37,9 +37,17 @@ def _own_names(trees: dict[Path, ast.Module]) -> set[str]:
                 names.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 names.add(node.attr)
-            elif isinstance(node, ast.Assign | ast.AnnAssign) and "__slots__" in ast.unparse(node):
+            elif isinstance(node, ast.Assign) and "__slots__" in {getattr(each, "id", "") for each in node.targets}:
                 names |= {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}  # type: ignore
     return names
+
+
+def _dotted(node: ast.AST) -> list[str]:
+    """The names of ``a.b.c``; none of another expression."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    parts = _dotted(node.value) if isinstance(node, ast.Attribute) else []
+    return [*parts, node.attr] if parts and isinstance(node, ast.Attribute) else []
 
 
 def _names_of(node: ast.AST, own: set[str]) -> list[str]:
@@ -48,10 +56,10 @@ def _names_of(node: ast.AST, own: set[str]) -> list[str]:
         of_private_module = any(map(_is_private, (node.module or "").split(".")))
         return [each.name for each in node.names if of_private_module or _is_private(each.name)]
     if isinstance(node, ast.Attribute):
-        parts = ast.unparse(node).split(".")
-        if parts[0] in MODULES and all(map(str.isidentifier, parts)):
+        parts = _dotted(node)
+        if parts and parts[0] in MODULES:
             return [node.attr] if _is_private(node.attr) or parts[-2] in PRIVATE_MODULES else []
-        return [node.attr] if _is_private(node.attr) and node.attr not in own | OF_PYTHON else []
+        return [node.attr] if _is_private(node.attr) and node.attr not in own else []
     if (
         isinstance(node, ast.Constant)
         and isinstance(node.value, str)
@@ -64,7 +72,7 @@ def _names_of(node: ast.AST, own: set[str]) -> list[str]:
 def used(texts: dict[Path, str]) -> dict[str, set[str]]:
     """Packages that use each private foreign name; modules such as ``_C`` stand under the names taken from them."""
     trees = {path: ast.parse(text) for path, text in texts.items()}
-    own, found = _own_names(trees), defaultdict[str, set[str]](set)
+    own, found = _own_names(trees) | OF_PYTHON, defaultdict[str, set[str]](set)
     for path, tree in trees.items():
         for node in ast.walk(tree):
             for name in _names_of(node, own):

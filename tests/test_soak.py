@@ -21,10 +21,8 @@ def pair() -> Iterator[Pool]:
 @pytest.mark.parametrize(
     "phase",
     [
-        "hops",
         "groups",
-        "observed",
-        *(pytest.param(phase, marks=pytest.mark.slow) for phase in ("mappings", "exchanges")),
+        *(pytest.param(phase, marks=pytest.mark.slow) for phase in ("hops", "observed", "mappings", "exchanges")),
     ],
 )
 def test_a_phase_reports_growth(pair: Pool, phase: str) -> None:

@@ -77,6 +77,7 @@ def test_what_there_is_no_time_for_is_reported(tmp_path: Path, capsys: pytest.Ca
         gpu_run.Plugin(gpu_run.Progress(tmp_path / "progress"), time.monotonic() - 1).pytest_runtest_setup()
 
 
+@pytest.mark.slow
 def test_a_missing_module_or_test_fails_and_the_others_run(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("import no_such_module\ndef test_one(): pass\n")
     (tmp_path / "test_other.py").write_text("def test_two(): pass\ndef test_three(): pass\n")

@@ -46,7 +46,11 @@ def test_dtypes_and_layouts(device: Device, dtype: torch.dtype, layout: str) -> 
         copies(view(random_bits(shape, dtype, world, device.at)), world)
 
 
-@pytest.mark.parametrize("sizes", SPLIT_SIZES, ids=lambda sizes: f"{len(sizes)}-ranks-{sizes[0]}-{max(sizes)}")
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(sizes, marks=[pytest.mark.slow] * (len(sizes) in (33, 64))) for sizes in SPLIT_SIZES],
+    ids=lambda sizes: f"{len(sizes)}-ranks-{sizes[0]}-{max(sizes)}",
+)
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.int64, marks=pytest.mark.slow), *slow_on_cpu], ids=name_of
 )

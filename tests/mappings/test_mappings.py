@@ -53,7 +53,7 @@ def kind_of(dtype: str) -> str:
     return "leaf" if dtype in GRADS else "plain"
 
 
-@pytest.mark.ranks(1, 2, 4, (1, 3), pytest.param(8, marks=pytest.mark.slow))
+@pytest.mark.ranks(1, 2, (1, 3), *(pytest.param(world, marks=pytest.mark.slow) for world in (4, 8)))
 @pytest.mark.parametrize("name", MAPPED)
 def test_forward_and_backward(group: ProcessGroup, name: str) -> None:
     """Every dtype and layout, and shapes of every number of dims."""
@@ -67,7 +67,7 @@ def test_forward_and_backward(group: ProcessGroup, name: str) -> None:
         assert_right(group, Call(name, (8, 16), kind="leaf", asynchronous=True))
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(1, 2, pytest.param(4, marks=pytest.mark.slow))
 @pytest.mark.parametrize("name", BY_DIM)
 def test_any_dim(group: ProcessGroup, name: str) -> None:
     for dims, layout in itertools.product(itertools.product(range(-3, 3), range(3)), LAYOUTS[:2]):

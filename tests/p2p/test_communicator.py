@@ -29,7 +29,7 @@ from tritoncomm.p2p.neighbours import Neighbours
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "bool", "complex64", "float8_e4m3fn")
 
 
-@pytest.mark.ranks(2, 4, pytest.param((1, 3), marks=pytest.mark.slow))
+@pytest.mark.ranks(2, *(pytest.param(world, marks=pytest.mark.slow) for world in (4, (1, 3))))
 @pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_method(group: ProcessGroup, mode: str, checked: bool) -> None:

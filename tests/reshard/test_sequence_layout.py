@@ -469,7 +469,7 @@ def plans_of_states(group: TorchGroup) -> None:
     same(reshard(x, sides[0]["hidden"], sides[1]["hidden"], group=group, out=gaps), full["hidden"][goal])
 
 
-@pytest.mark.ranks(1, 2, 4, (1, 3))
+@pytest.mark.ranks(1, 2, (1, 3), pytest.param(4, marks=pytest.mark.slow))
 def test_uses(group: TorchGroup) -> None:
     run_cases(case, group)
 

@@ -136,7 +136,7 @@ def own_or_torch(parameters: list[Any]) -> Tensor:
     return (clip_grad_norm_ if sharded else nn.utils.clip_grad_norm_)(parameters, 0.5)
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(1, 2, pytest.param(4, marks=pytest.mark.slow))
 def test_adamw_with_clipping_equals_one_process(group: TorchGroup) -> None:
     for form in ADAMW.values():
         equal_steps(group, form, CLIPS["clip_grad_norm_"])

@@ -116,7 +116,7 @@ OPTIMISERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, pytest.param(4, marks=pytest.mark.slow))
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_optimisers(group: TorchGroup, name: str) -> None:
     pg = ranks_of(group)
