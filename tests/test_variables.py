@@ -11,7 +11,7 @@ from tritoncomm_kernels import tables
 
 import tritoncomm
 from tritoncomm import ArgumentError, record, variables
-from tritoncomm.core import ops
+from tritoncomm.core import backend, ops
 from tritoncomm.debug import signals
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +35,22 @@ def test_numbers_that_no_counter_reaches_are_none(monkeypatch: pytest.MonkeyPatc
         variables.read()
     assert variables.HASH.value == variables.HASH_EVERY
     assert variables.FLIGHT.value[0] == variables.FLIGHT_CALLS
+
+
+def test_a_misspelt_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONCOMM_FLIHGT", "1")
+    with pytest.warns(RuntimeWarning, match="TRITONCOMM_FLIHGT: no such variable; there are .*TRITONCOMM_FLIGHT, "):
+        tritoncomm.initialize()
+    tritoncomm.destroy()
+    assert list(variables.unknown()) == ["TRITONCOMM_FLIHGT"]
+
+
+def test_the_advice_of_an_error_is_what_the_program_does_not_do_yet() -> None:
+    assert backend.advice().endswith("TRITONCOMM_FLIGHT=1 for a record")
+    with variables.FLIGHT.override((16, "")):
+        assert backend.advice().endswith("TRITONCOMM_CHECK=1, which names the rank and its call")
+        with variables.CHECK.override(True):
+            assert not backend.advice()
 
 
 def test_a_text_that_is_no_value_of_check_mode_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ __all__ = [
     "is_on",
     "read",
     "set_check",
+    "unknown",
 ]
 
 PathChoice = Literal["auto", "torch", "triton"]
@@ -162,10 +163,22 @@ NODE = Setting("TRITONCOMM_NODE", _count)
 _table = tables.variable()
 
 
+_SETTINGS = (PATH, CHECK, HASH, FLIGHT, FLIGHT_SIGNALS, STRICT, NODE)
+
+
+def unknown() -> dict[str, str]:
+    """Return, by name, what is wrong with variables of the environment that begin as ours and are none."""
+    ours = sorted({setting.name for setting in _SETTINGS} | {tables.VARIABLE})
+    names = sorted(name for name in os.environ if name.startswith("TRITONCOMM_") and name not in ours)
+    return {name: f"no such variable; there are {', '.join(ours)}" for name in names}
+
+
 def read() -> None:
     """Read all variables again. Kinds of GPU calls that were made before keep the tiles of the table they used."""
     global _table
-    for setting in (PATH, CHECK, HASH, FLIGHT, FLIGHT_SIGNALS, STRICT, NODE):
+    for name, problem in unknown().items():
+        warnings.warn(f"{name}: {problem}", RuntimeWarning, stacklevel=3)
+    for setting in _SETTINGS:
         setting.read()
     if tables.variable() != _table:
         _table = tables.variable()

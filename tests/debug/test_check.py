@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import ProcessGroup, ReduceOp
 
 import tritoncomm
-from tritoncomm import ArgumentError, MismatchError, UnsupportedError, p2p, variables
+from tritoncomm import ArgumentError, MismatchError, UnsupportedError, groups, p2p, variables
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
 from tritoncomm.debug import check, p2p_check, store
@@ -283,6 +283,58 @@ def run_many(group: ProcessGroup) -> list[int]:
 def test_the_store_does_not_grow(pair: Pool) -> None:
     for before, after in pair.run(run_many):
         assert after <= before + 2
+
+
+def run_odd_file(group: ProcessGroup) -> str:
+    names: dict[str, Any] = {"c": c, "T": T}
+    exec(compile("def call(n, group):\n    return c.all_reduce(T(n), group)\n", "/tr\udc80in.py", "exec"), names)
+    tritoncomm.destroy()
+    with p2p.check():
+        names["call"](2, group)
+        return text_of(lambda: names["call"](1 + group.rank(), group))
+
+
+def test_a_file_whose_name_is_not_utf_8_is_named(pair: Pool) -> None:
+    for text in pair.run(run_odd_file):
+        assert "at /tr\\udc80in.py:2" in text
+        text.encode()
+
+
+def run_groups_destroyed(group: ProcessGroup) -> list[int]:
+    """Keys that this rank has set and nobody deleted, after some groups that had calls, and after as many more."""
+    tritoncomm.destroy()
+    synchronise(group)
+    counts: list[int] = []
+    left, set_once, delete = set[str](), store.JobStore.set_once, store.JobStore.delete
+
+    def noted(self: store.JobStore, key: str, value: str | bytes) -> bytes:
+        left.add(key)
+        return set_once(self, key, value)
+
+    def forgotten(self: store.JobStore, key: str) -> None:
+        left.discard(key)
+        delete(self, key)
+
+    patched = mock.patch.multiple(store.JobStore, set_once=noted, delete=forgotten)
+    with p2p.check(), patched:
+        for _ in range(3):
+            for calls in (1, 3, 1, 2):
+                numbered = dist.new_group([0, 1])
+                named = groups.make_group("named", (0, 1), "gloo")
+                for each in (numbered, named):
+                    for _ in range(calls):
+                        c.all_reduce(T(2), each)
+                    dist.destroy_process_group(each)
+                del each, numbered, named
+            for _ in range(3):
+                c.all_reduce(T(2), group)
+            counts.append(sum("verdict" in key for key in left))
+    return counts
+
+
+def test_destroyed_groups_leave_no_keys(pair: Pool) -> None:
+    for _, before, after in pair.run(run_groups_destroyed):
+        assert after <= before
 
 
 def run_groups(group: ProcessGroup) -> str:

@@ -50,6 +50,11 @@ class Job:
         return results
 
 
+@pytest.fixture(autouse=True)
+def _ranks_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "others_may_call", lambda callers, in_helper: False)
+
+
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank looks for a reason: hundreds of threads of one process take long."""
@@ -156,21 +161,25 @@ def test_a_rank_that_has_ended_is_named_before_the_timeout(ended: int) -> None:
         assert place == ended or f"rank {ended} will not come to this call" in text
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError, RuntimeError])
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_thread_that_is_interrupted_ends_the_call_for_the_others(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_is_interrupted_ends_the_call_for_the_others(
+    place: int, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By any exception: a handler of SIGALRM may raise its own."""
     monkeypatch.setattr(comparison, "PATIENCE", 0.1)
     job, looked = Job(3), threading.Event()
 
     def interrupted(*_: Any) -> None:
         if not looked.is_set():
             looked.set()
-            raise KeyboardInterrupt
+            raise kind
 
     monkeypatch.setattr(comparison, "_fail_ended", interrupted)
     results = []
 
     def rank() -> None:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(kind):
             Comparison(job.stores[place], "g/1", range(3), place, 60.0, "f", ", call 1", []).compare(DIGEST, list, str)
         results.append("ended")
 
@@ -242,10 +251,10 @@ def test_a_rank_whose_verdict_is_set_is_in_no_circle() -> None:
     assert fail_circle(here, mine)
 
 
-def test_threads_of_a_rank_are_in_no_circle() -> None:
+def test_threads_of_a_rank_are_in_no_circle(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread may make the call that another one waits for; whoever does not come is named after the timeout."""
     job = Job(3, timeout=1.0)
-    job.stores[0].has_threads = True
+    monkeypatch.setattr(comparison, "others_may_call", lambda callers, _: callers is job.stores[0].callers)
     job.stores[1].publish(_blocked("other/1", [["other/1/0", 0]]))
     text = job.call(1, [DIGEST, None, DIGEST])[0]
     assert text.startswith("rank 1 did not come")

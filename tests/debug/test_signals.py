@@ -295,17 +295,17 @@ def periodically(folder: Path) -> None:
 
 
 def paths_are_printed(folder: Path) -> None:
-    """The path of each record is printed, that of periodic ones once."""
+    """The path is printed once for periodic records, once for others, and for each ``dump()``."""
     signals.PERIOD = 0.1
     turn_on(folder, with_signals=False)
 
     def write() -> None:
-        for reason in ("dump()", "f: PeerError", flight.PERIODIC, flight.PERIODIC):
+        for reason in ("dump()", "f: PeerError", "uncaught PeerError", flight.PERIODIC, "dump()", flight.PERIODIC):
             flight.dump() if reason == "dump()" else flight.write_on(reason)
 
     end = f"is in {folder / NAME}"
     assert said(write).splitlines() == [
-        f"tritoncomm: the flight record ({reason}) {end}" for reason in ("dump()", "f: PeerError", "periodic")
+        f"tritoncomm: the flight record ({reason}) {end}" for reason in ("dump()", "f: PeerError", "periodic", "dump()")
     ]
     os.chdir(folder)
     variables.FLIGHT.assign((16, ""))

@@ -49,10 +49,10 @@ def test_records_merge_into_words_and_one_trace(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     missing = "of group 'g' of ranks 0-2; rank 2 did not join it"
     assert result.output.splitlines() == [
-        "no record of rank 3 of 4",
         "group 'g' of ranks 0-2: call 3 is the first that differs, in shape:",
         "  rank 0: f(float32 [4], op=SUM) at train.py:13",
         "  rank 1: f(float32 [5], op=SUM) at train.py:13",
+        "no record of rank 3 of 4",
         f"rank 0: in g(float32 [4], op=SUM) at train.py:14, call 4 {missing}",
         f"rank 1: in h(float32 [5], op=SUM) at train.py:14, call 4 {missing}",
         f"wrote {out}: 9 calls of 3 ranks",
@@ -151,9 +151,35 @@ def test_errors_that_ended_ranks(tmp_path: Path) -> None:
     _change(_write(tmp_path, 1, [first], world=2), reason="uncaught ValueError: out of\nmemory")
     call = "f(float32 [4], op=SUM) at train.py:12, call 2 of group 'g' of ranks 0-2"
     assert _story(tmp_path) == [
+        "rank 1: ended by an uncaught ValueError: out of; memory",
         f"rank 0: failed in {call}: MismatchError: f: rank 0: a; rank 1: b; rank 1 did not join it; no record of "
         "rank 2",
-        "rank 1: ended by an uncaught ValueError: out of; memory",
+    ]
+
+
+def test_the_text_of_a_backend_is_one_line(tmp_path: Path) -> None:
+    """Without places in C++ files and stacks, and without advice for a run that is over."""
+    error = (
+        "PeerError: f: the all_reduce over ranks [0, 1] failed on rank 0: [/pytorch/third_party/gloo/pair.cc:547] "
+        "Connection closed by peer [127.0.0.1]:5\nException raised from f at x.cpp:1 (most recent call first):\n"
+        "frame #0\nrun again with TRITONCOMM_CHECK=1, which names the rank and its call"
+    )
+    _write(tmp_path, 0, [_call("f", 1, [4], end=0, error=error)], world=1)
+    (line,) = _story(tmp_path)
+    assert "over ranks [0, 1] failed on rank 0: Connection closed by peer [127.0.0.1]:5;" in line
+    assert not any(word in line for word in ("pair.cc", "frame", "run again"))
+
+
+def test_a_circle_of_groups_comes_first(tmp_path: Path) -> None:
+    """As check mode names it; ``initialize()`` names groups by their axis, ranks and a hash, which is not shown."""
+    named = {"tensor.0-1.8fab6abc70df.1": [0, 1], "data.0-1.8fab6abc70df.2": [0, 1]}
+    for rank in range(2):
+        mine = _call("f", 1, [4], end=0, group=list(named)[rank])
+        _change(_write(tmp_path, rank, [mine], world=2), groups=named, counts={mine["group"]: 1})
+    assert _story(tmp_path)[:3] == [
+        "ranks [0, 1] wait for each other in different calls:",
+        "  rank 0: f(float32 [4], op=SUM) at train.py:11, call 1 of group 'tensor' of ranks 0-1",
+        "  rank 1: f(float32 [4], op=SUM) at train.py:11, call 1 of group 'data.2' of ranks 0-1",
     ]
 
 
@@ -183,7 +209,7 @@ def test_groups_of_one_name_and_other_ranks_are_not_compared(tmp_path: Path) -> 
     assert _story(tmp_path)[0] == AGREE
     for rank in range(2):
         (tmp_path / f"tritoncomm-flight-{rank}.json").unlink()
-    assert _story(tmp_path)[1] == "group 'g' of ranks 2-3: call 1 is the first that differs, in name:"
+    assert _story(tmp_path)[0] == "group 'g' of ranks 2-3: call 1 is the first that differs, in name:"
 
 
 @pytest.mark.parametrize(
@@ -253,7 +279,10 @@ print((after - before) // 1024)
 
 @pytest.mark.parametrize(
     ("world", "added"),
-    [(64, 25), pytest.param(4096, 500, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+    [
+        pytest.param(64, 25, marks=pytest.mark.slow),
+        pytest.param(4096, 500, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+    ],
 )
 def test_records_are_not_all_in_memory(tmp_path: Path, world: int, added: int) -> None:
     """MiB that a process adds to its imports' as it traces records of 1,000 calls, 0.8 MiB each as objects.

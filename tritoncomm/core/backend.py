@@ -168,7 +168,8 @@ def advice() -> str:
     """Return the last line of a ``PeerError``, how to find the rank at fault; "" in check mode, which names it."""
     if variables.CHECK.value:
         return ""
-    return "\nrun again with TRITONCOMM_CHECK=1, which names the rank and its call, or TRITONCOMM_FLIGHT=1 for a record"
+    record_too = "" if variables.FLIGHT.value[0] else ", or TRITONCOMM_FLIGHT=1 for a record"
+    return f"\nrun again with TRITONCOMM_CHECK=1, which names the rank and its call{record_too}"
 
 
 def _failure(error: RuntimeError, what: str, ranks: Any, name: str) -> Exception:

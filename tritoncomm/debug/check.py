@@ -28,7 +28,7 @@ from tritoncomm.debug.descriptor import Descriptor, describe, difference
 from tritoncomm.debug.flight import Call, Entry
 from tritoncomm.debug.sites import located
 from tritoncomm.debug.store import job_store, raise_if
-from tritoncomm.debug.texts import named_ranks, table_of
+from tritoncomm.debug.texts import label_of, named_ranks, table_of
 from tritoncomm.errors import UnsupportedError
 
 __all__ = ["check_call", "compare"]
@@ -59,6 +59,8 @@ class _Member:
         # The first rank alone deletes keys, of groups of one name one after the other.
         self.stale = self.store.stale_of(name) if self.store is not None and not is_unique else list[str]()
         self.window: list[tuple[Call, Descriptor]] = []
+        if self.store is not None:  # perhaps no later group of this name deletes its keys
+            weakref.finalize(group, self.store.orphan, self.ranks, self.stale).atexit = False
 
     @property
     def key(self) -> str:
@@ -145,6 +147,8 @@ def compare(member: _Member) -> str:
     finally:
         # ``set_once`` takes the empty value for none, so the next member that comes here opens a new incarnation.
         member.store.replace(key, joined, "")  # unless another member has closed it, and a third one opened the next
+        if not member.rank:  # at the next call all members have left this one
+            member.stale.append(key)
     if problem:
         # Members that did not come cannot know which calls they missed, so the next call opens a new incarnation.
         member.incarnation, member.count = None, 0
@@ -155,7 +159,7 @@ def _compare(member: _Member, window: list[tuple[Call, Descriptor]]) -> str:
     """Compare the calls of ``window``, at least one, in the member's present incarnation; empty text if all agree."""
     # Digests that fit end the comparison. If they do not, every rank sends ``content()``, and the first rank calls
     # ``judge`` with the contents of all.
-    which = f", call {member.count} of group {member.name!r} of ranks {_listed(member.ranks)}"
+    which = f", call {member.count} of group {label_of(member.name)!r} of ranks {_listed(member.ranks)}"
     words, base = _with_line(*window[-1]), f"{member.key}/{member.count}"
     comparison = Comparison(
         member.store, base, member.ranks, place=member.rank, timeout=member.timeout, words=words, which=which,
@@ -206,10 +210,10 @@ def _first_difference(windows: Sequence[Any], member: _Member, first: int) -> st
             which = "" if max(map(len, windows)) == 1 else ", the first that differs"
             return (
                 f"ranks {_listed(member.ranks)} differ in {', '.join(differ)} in call {first + place} of their group "
-                f"{member.name!r}{which}:\n{table}"
+                f"{label_of(member.name)!r}{which}:\n{table}"
             )
     if len(set(map(len, windows))) == 1:
         return ""
     # The windows agree as far as the shortest one goes, and the ranks compare at different intervals.
     lengths = table_of({rank: f"{len(each)} calls" for rank, each in zip(member.ranks, windows, strict=True)})
-    return f"ranks compare their digests of group {member.name!r} at different intervals:\n{lengths}"
+    return f"ranks compare their digests of group {label_of(member.name)!r} at different intervals:\n{lengths}"

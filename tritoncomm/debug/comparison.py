@@ -13,12 +13,15 @@ of the group. Whoever finds one sets the verdict, and with it ends the call on a
 
 import json
 import math
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from tritoncomm.debug.store import Blocked, JobStore
 from tritoncomm.debug.texts import named_ranks, table_of
+from tritoncomm.debug.threads import others_may_call
 
 __all__ = ["FANOUT", "Comparison", "Stall", "combine", "fail"]
 
@@ -96,6 +99,7 @@ class Comparison:
             return self._ends(base, f"{base}/{self.place}")
         while self.stale:  # all ranks have come, so all have read the verdicts of earlier calls
             store.delete(self.stale.pop())
+        store.delete_orphans(self.ranks)
         fits = digest[:8] != _UNEQUAL and not any(digest[8:])
         return self._decide(base, _AGREED if fits else _DIFFERENT)
 
@@ -111,9 +115,9 @@ class Comparison:
             return self._ends(base, f"{base}/0")
         text = judge([json.loads(each) for each in [content, *contents]])
         store.delete(f"{base}/0")
-        return self._decide(base, text.encode() or _AGREED)
+        return self._decide(base, text or _AGREED)
 
-    def _decide(self, base: str, verdict: bytes) -> bytes:
+    def _decide(self, base: str, verdict: str | bytes) -> bytes:
         """Set the verdict as the first rank, unless the call has one already; return the one that is set."""
         self.stale.append(f"{base}/verdict")
         return self.store.set_once(f"{base}/verdict", verdict)
@@ -142,8 +146,9 @@ class Comparison:
         stall = self._stall(base, awaited, f"{base}/verdict")
         try:
             return self.store.read(keys, stall.pause)
-        except KeyboardInterrupt:
-            fail(self.store, base, self._left)
+        except BaseException:
+            with suppress(RuntimeError):  # the store is gone, which ends the wait of the others too
+                fail(self.store, base, self._left)
             raise
         finally:
             stall.end()
@@ -217,16 +222,14 @@ class Stall:
     _look_at: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        """Count this thread among the waiting ones, and set the time of the first look."""
+        """Note that this thread makes calls, and set the time of the first look."""
         # In seconds since the wait began.
         self._look_at = PATIENCE * max(1.0, self.world / 1024)
         if not self.in_helper:
-            self.store.enter_wait()
+            self.store.callers.add(threading.get_ident())
 
     def end(self) -> None:
-        """Withdraw the whereabouts that this stall has published, and count this thread out."""
-        if not self.in_helper:
-            self.store.leave_wait()
+        """Withdraw the whereabouts that this stall has published."""
         if self._is_published:
             self.store.withdraw()
 
@@ -263,13 +266,13 @@ class Stall:
 
     def _look(self) -> None:
         """Publish the whereabouts of this rank; fail its call if a rank that it waits for has ended or waits for it."""
-        # A rank with several threads is in no circle: another thread may make the missing call.
-        has_threads = self.store.has_threads
+        # No circle with a rank of which another thread may make the missing call.
+        may_call = others_may_call(self.store.callers, self.in_helper)
         if not self._is_published:
-            self.store.publish(self.mine._replace(awaited=[]) if has_threads else self.mine)
+            self.store.publish(self.mine._replace(awaited=[]) if may_call else self.mine)
             self._is_published = True
         # A key stands for a digest that this rank awaits; it is empty where the rank awaits a verdict.
-        searches = not has_threads and any(key or self._is_elsewhere(rank) for key, rank in self.mine.awaited)
+        searches = not may_call and any(key or self._is_elsewhere(rank) for key, rank in self.mine.awaited)
         if not (searches and fail_circle(self.store, self.mine)) and self.fail_late is not None:
             _fail_ended(self.store, self.mine)
 

@@ -2,7 +2,7 @@
 
 ``TRITONCOMM_FLIGHT=1`` keeps them, and so does check mode. The entry of a call is made before the call starts, so the
 record of a rank that hangs ends with the hanging call. It keeps neither tensors nor process groups alive. The path of
-each written record is a line on standard error; of periodic records, only of the first one.
+the record is a line on standard error, of the first periodic record, of the first other one, and of each ``dump()``.
 """
 
 import json
@@ -24,6 +24,7 @@ from tritoncomm import variables
 from tritoncomm.core.validation import members
 from tritoncomm.debug.descriptor import KINDS, as_json
 from tritoncomm.debug.sites import OURS, call_site, leave_site, located, site_above, source_of, sources
+from tritoncomm.debug.texts import label_of
 from tritoncomm.debug.torch_recorder import Active
 from tritoncomm.errors import CommError
 
@@ -82,7 +83,7 @@ class Call(NamedTuple):
 
     def which(self) -> str:
         """Return ``call 12 of group '2'``: the number of the call on its group, and the group's name."""
-        return f"call {self.count} of group {self.group!r}"
+        return f"call {self.count} of group {label_of(self.group)!r}"
 
     def as_json(self, number: int, places: dict[tuple[int, int], tuple[str, int]]) -> dict[str, Any]:
         """Return the call as a dict of JSON values, with file and line in place of code and offset.
@@ -126,6 +127,7 @@ class Flight:
         is_settled: whether the record has not changed in the last period.
         active: collectives that the device has not completed for long, oldest first, by the last answer of torch's
             recorder.
+        reported: files whose path was printed, and whether for a periodic record.
         place: (global rank, number of ranks), kept for the time after the groups were destroyed.
     """
 
@@ -138,6 +140,7 @@ class Flight:
         self.written: tuple[int, ...] = ()
         self.reason, self.is_settled = "", False
         self.active: list[Active] = []
+        self.reported: set[tuple[Path, bool]] = set()
         self.place = (0, 1)
 
     @property
@@ -287,8 +290,8 @@ def _name_of(group: Any) -> str:
 def write_on(reason: str) -> Path | None:
     """Write the flight record to its file if ``TRITONCOMM_FLIGHT`` is on; return the path, None without a file.
 
-    Nothing is raised; a line on standard error has the path or the error. Of consecutive writes with ``PERIODIC`` only
-    the first is reported.
+    Nothing is raised; a line on standard error has the path, once for periodic records and once for others, or the
+    error. Of consecutive errors with ``PERIODIC`` only the first is reported.
     """
     # A process without calls may be a worker of a rank, whose record it would replace.
     if not variables.FLIGHT.value[0] or not flight.entries:
@@ -303,7 +306,9 @@ def write_on(reason: str) -> Path | None:
             report(f"the flight record cannot be written: {type(error).__name__}: {error}")
         return None
     flight.written = progress
-    if is_news:
+    # Later records replace this file.
+    if (news := (file, reason == PERIODIC)) not in flight.reported:
+        flight.reported.add(news)
         _report_written(file, reason)
     return file
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from tritoncomm import variables
 from tritoncomm.debug.flight import PERIODIC, flight, open_calls, report, write_if_changed, write_on
+from tritoncomm.debug.texts import label_of
 from tritoncomm.debug.torch_recorder import Recorder
 
 __all__ = ["PERIOD", "SHARE", "SIGNALS", "WATCHDOG_SECONDS", "handle", "install"]
@@ -252,7 +253,8 @@ def _watch() -> None:
         for oldest in flight.active[:1]:
             if last_collective < oldest.created <= limit:
                 last_collective, seconds = oldest.created, (now - oldest.created) / 1e9
-                write_on(f"watchdog: {oldest.name} of group {oldest.group!r} was {oldest.state} for {seconds:.0f} s")
+                where = f"{oldest.name} of group {label_of(oldest.group)!r}"
+                write_on(f"watchdog: {where} was {oldest.state} for {seconds:.0f} s")
         write_if_changed()
         ended = time.monotonic()
         due = ended + max(PERIOD, (ended - begun) / SHARE)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from tritoncomm.debug.texts import encodable
+
 __all__ = ["OURS", "call_site", "leave_site", "located", "site_above", "source_of", "sources"]
 
 _HERE = str(Path(__file__).parents[1]) + os.sep
@@ -21,12 +23,15 @@ _frame = sys._getframe
 
 
 def located(site: Any) -> tuple[str, int]:
-    """Return (file name, line number) of a call site, which is (code object, instruction offset); ("", 0) for None."""
+    """Return (file name, line number) of a call site, which is (code object, instruction offset); ("", 0) for None.
+
+    Bytes of the name that are not UTF-8 are escaped.
+    """
     if site is None:
         return "", 0
     code, offset = site
     line = next((line for start, end, line in code.co_lines() if start <= offset < end), None)
-    return code.co_filename, line or code.co_firstlineno
+    return encodable(code.co_filename), line or code.co_firstlineno
 
 
 _PROGRAM, _ANY_TORCH, OURS = range(3)  # the program is 0, because hot paths only ask whether a file is another's

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tritoncomm import record
-from tritoncomm.debug.texts import one_line
+from tritoncomm.debug.texts import encodable, one_line
 from tritoncomm.errors import MismatchError, PeerError
 
 __all__ = ["Blocked", "JobStore", "Reading", "job_store", "last_of", "raise_if"]
@@ -96,7 +96,7 @@ class JobStore:
     Attributes:
         counts: number of transfers so far by channel, for check mode of p2p steps.
         unmet: transfers by channel that this rank has sent before their receivers came.
-        has_threads: whether two threads of this rank have waited at the same time.
+        callers: identifiers of the threads of this rank that have waited in a call.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
@@ -105,22 +105,23 @@ class JobStore:
         self._prefix = f"{_ROOT}{self._store.add(f'{_ROOT}/rounds/{rank}', 1)}/"
         self.counts: dict[str, int] = {}
         self.unmet: dict[str, Any] = {}
-        self.has_threads = False
+        self.callers: set[int] = set()
         self._stale: dict[str, list[str]] = {}
+        self._orphans: list[tuple[frozenset[int], list[str], int]] = []
+        self._rounds = 0
         self._channels: dict[str, tuple[weakref.ref[Any], int]] = {}
         self._tokens = 0
-        self._waiting: set[int] = set()
         self._is_published = False
         self._idle: list[Reading] = []
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set ``key`` to a value, whether or not it has one."""
-        self._store.set(self._prefix + key, value)
+        self._store.set(self._prefix + key, _encoded(value))
 
     def set_once(self, key: str, value: str | bytes) -> bytes:
         """Set ``key`` if it has no value, and return the value that it then has: this one, or the earlier one."""
         # torch sets the key if it is missing or has the expected value, which is empty here.
-        return self._store.compare_set(self._prefix + key, "", value)
+        return self._store.compare_set(self._prefix + key, "", _encoded(value))
 
     def replace(self, key: str, old: str, new: str) -> None:
         """Set ``key`` to ``new`` if its value is ``old``; else do nothing."""
@@ -195,6 +196,25 @@ class JobStore:
         """Return the list of keys that a later call over any group of this name deletes; the callers append to it."""
         return self._stale.setdefault(group, [])
 
+    def orphan(self, ranks: Sequence[int], keys: list[str]) -> None:
+        """Take over the stale keys of a group that is gone, over these ranks; ``delete_orphans`` deletes them."""
+        if keys:
+            self._orphans.append((frozenset(ranks), keys.copy(), self._rounds))
+            keys.clear()
+
+    def delete_orphans(self, ranks: Sequence[int]) -> None:
+        """Delete keys of groups whose ranks have all come to a call over ``ranks``, and to one more before it."""
+        if not self._orphans:
+            return
+        # A thread of another rank may still be about to read a verdict while a second thread makes the first such call.
+        self._rounds += 1
+        present = frozenset(ranks)
+        for orphan in [each for each in self._orphans if each[0] <= present and each[2] < self._rounds - 1]:
+            self._orphans.remove(orphan)
+            for key in orphan[1]:
+                if not (key.endswith("/open") and self.get(key)):  # a group of the same name has opened it again
+                    self.delete(key)
+
     def channel(self, name: str, ends: Sequence[int], group: Any) -> str:
         """Return the prefix of the keys of a channel, for transfers from global rank ``ends[0]`` to ``ends[1]``."""
         base = f"{name}/{ends[0]}-{ends[1]}"
@@ -234,14 +254,10 @@ class JobStore:
         """Announce to other ranks that this process ends, and why; ``ended`` reads it."""
         self.set(f"ended/{self.rank}", reason)
 
-    def enter_wait(self) -> None:
-        """Note that the calling thread waits; where another one of this rank waits too, set ``has_threads``."""
-        self._waiting.add(threading.get_ident())
-        self.has_threads = self.has_threads or len(self._waiting) > 1
 
-    def leave_wait(self) -> None:
-        """Note that the calling thread waits no more."""
-        self._waiting.discard(threading.get_ident())
+def _encoded(value: str | bytes) -> str | bytes:
+    """Return a value that the store takes: texts of errors may have names that are not UTF-8."""
+    return encodable(value) if isinstance(value, str) else value
 
 
 _current: "list[tuple[Any, JobStore]]" = []  # at most one: the default store, and its client

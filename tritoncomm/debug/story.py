@@ -2,16 +2,17 @@
 
 Example::
 
-    no record of rank 3 of 4
-    group '0' of ranks 0-2: call 3 is the first that differs, in shape:
+    group 'tensor' of ranks 0-2: call 3 is the first that differs, in shape:
       rank 0: all_gather_dim(float32 [4, 8], dim=0) at train.py:13
       rank 1: all_gather_dim(float32 [4, 6], dim=0) at train.py:13
-    rank 0: in barrier() at train.py:14, call 4 of group '0' of ranks 0-2; ranks 1-2 did not join it
+    no record of rank 3 of 4
+    rank 0: in barrier() at train.py:14, call 4 of group 'tensor' of ranks 0-2; ranks 1-2 did not join it
 """
 
+import re
 from collections.abc import Mapping, Sequence
 
-from tritoncomm.debug.texts import by_text, named_ranks, one_line, table_of
+from tritoncomm.debug.texts import by_text, label_of, named_ranks, one_line, table_of
 from tritoncomm.debug.trace import Call, Record, fields_compared, messages_of, transfers, with_line
 
 __all__ = ["by_ranks", "story"]
@@ -27,29 +28,52 @@ def _with_group(call: Call, record: Record) -> str:
 
 
 def _group_text(group: str, record: Record) -> str:
-    """Return ``group '0' of ranks 0-3``; ``group '0'`` where the record does not have the group's ranks."""
-    ranks = record.ranks(group)
-    return f"group {group!r} of ranks {named_ranks(ranks).partition(' ')[2]}" if ranks else f"group {group!r}"
+    """Return ``group 'tensor' of ranks 0-3``; ``group 'tensor'`` where the record does not have the group's ranks."""
+    ranks, label = record.ranks(group), label_of(group)
+    return f"group {label!r} of ranks {named_ranks(ranks).partition(' ')[2]}" if ranks else f"group {label!r}"
 
 
 def story(records: Sequence[Record]) -> list[str]:
     """Describe in lines of text where the ranks of a job diverged, and the calls in which they were."""
-    # In this order: missing and foreign records; by group its first differing call and its messages; the call of each
-    # rank; collectives that devices have not completed; uncaught errors.
-    lines = _job_lines(records)
+    # Causes first: by group its first differing call and its messages; circles; uncaught errors; missing and foreign
+    # records. Then what came of them: the call of each rank, and collectives that devices have not completed.
     joined: _Joined = {}
+    lines: list[str] = []
     for group in sorted({group for each in records for group in each.hashes}):
         lines += _first_difference(group, records) + _message_lines(group, records, joined)
     by_rank = {each.rank: each for each in records}
-    for texts in (
-        {each.rank: _open_call(each, by_rank, joined) for each in records},
-        {each.rank: _open_collective(each, by_rank, joined) for each in records},
-        {each.rank: _uncaught(each) for each in records},
-    ):
-        lines += [f"{named_ranks(ranks)}: {line}" for line, ranks in by_text(texts) if line]
+    lines += _circle(by_rank, joined)
+    lines += _of_ranks({each.rank: _uncaught(each) for each in records})
+    lines += _job_lines(records)
+    lines += _of_ranks({each.rank: _open_call(each, by_rank, joined) for each in records})
+    lines += _of_ranks({each.rank: _open_collective(each, by_rank, joined) for each in records})
     lines = lines or ["the records agree, and no call was under way when they were written"]
     # The files may hold anything, so control characters are escaped.
     return ["".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines]
+
+
+def _of_ranks(texts: Mapping[int, str]) -> list[str]:
+    """Return lines ``ranks 0-1: TEXT``, without empty texts."""
+    return [f"{named_ranks(ranks)}: {line}" for line, ranks in by_text(texts) if line]
+
+
+def _circle(by_rank: Mapping[int, Record], joined: _Joined) -> list[str]:
+    """Describe the first circle of ranks each of which is in a call that the next one did not join."""
+    awaited = {
+        rank: _behind(each.current, each, by_rank, joined)[0]
+        for rank, each in by_rank.items()
+        if each.current is not None and not each.current["error"]
+    }
+    for first in awaited:
+        path = [first]
+        # Any rank that is awaited will do: whoever leads back to the path closes a circle.
+        while (after := next((rank for rank in awaited[path[-1]] if rank in awaited), None)) is not None:
+            if after in path:
+                circle = sorted(path[path.index(after) :])
+                table = table_of({rank: _with_group(by_rank[rank].current or {}, by_rank[rank]) for rank in circle})
+                return [f"ranks {circle} wait for each other in different calls:", *table.splitlines()]
+            path.append(after)
+    return []
 
 
 def _job_lines(records: Sequence[Record]) -> list[str]:
@@ -197,12 +221,22 @@ def _open_call(record: Record, by_rank: Mapping[int, Record], joined: _Joined) -
         return ""
     line = f"{'failed in' if call['error'] else 'in'} {_with_group(call, record)}"
     if call["error"]:
-        line += f": {one_line(call['error'])}"
+        line += f": {_error_text(call['error'])}"
     return line + _absent(call, record, by_rank, joined)
 
 
 def _absent(call: Call, record: Record, by_rank: Mapping[int, Record], joined: _Joined) -> str:
     """Return which ranks have not joined a call, as an addition to a line: ``; rank 2 did not join it``."""
+    late, early, unknown = _behind(call, record, by_rank, joined)
+    line = f"; {named_ranks(late)} did not join it" if late else ""
+    line += f"; {named_ranks(early)} wrote the record before it" if early else ""
+    return line + (f"; no record of {named_ranks(unknown)}" if unknown else "")
+
+
+def _behind(
+    call: Call, record: Record, by_rank: Mapping[int, Record], joined: _Joined
+) -> tuple[list[int], list[int], list[int]]:
+    """Return the ranks that did not join a call, those whose record is older than the call, those without a record."""
     group = call["group"]
     if call["kind"] == "hop":
         # A peer that ``_message_lines`` has not noted is not known to have stayed away.
@@ -214,10 +248,7 @@ def _absent(call: Call, record: Record, by_rank: Mapping[int, Record], joined: _
         behind = sorted(rank for rank in ranks & by_rank.keys() if by_rank[rank].count(group) < call["count"])
     early = [rank for rank in behind if by_rank[rank].is_before(call)]
     late = [rank for rank in behind if rank not in early]
-    unknown = sorted(ranks - by_rank.keys())
-    line = f"; {named_ranks(late)} did not join it" if late else ""
-    line += f"; {named_ranks(early)} wrote the record before it" if early else ""
-    return line + (f"; no record of {named_ranks(unknown)}" if unknown else "")
+    return late, early, sorted(ranks - by_rank.keys())
 
 
 def _open_collective(record: Record, by_rank: Mapping[int, Record], joined: _Joined) -> str:
@@ -236,4 +267,11 @@ def _uncaught(record: Record) -> str:
     """Return ``ended by an uncaught ValueError: ...`` for a rank that an error ended, outside of a call; else empty."""
     reason = str(record.data.get("reason"))
     is_error = reason.startswith("uncaught ") and not record.is_explained
-    return f"ended by an {one_line(reason)}" if is_error else ""
+    return f"ended by an {_error_text(reason)}" if is_error else ""
+
+
+def _error_text(text: str) -> str:
+    """Return an error as one line, without the places in C++ files and the stacks of Gloo and torch, and our advice."""
+    text = re.sub(r"\[[^\]\s]*\.(cc|cpp|h|hpp):\d+\] ", "", text)
+    text = re.split(r"\nException raised from |\nC\+\+ CapturedTraceback", text)[0]
+    return one_line("\n".join(line for line in text.splitlines() if not line.startswith("run again with ")))

@@ -1,9 +1,10 @@
 """Texts that name ranks: runs of ranks, and tables with one line for every distinct text."""
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-__all__ = ["by_text", "named_ranks", "one_line", "table_of"]
+__all__ = ["by_text", "encodable", "label_of", "named_ranks", "one_line", "table_of"]
 
 _MAX_RUNS = 6
 _MAX_CHARACTERS = 1000
@@ -16,6 +17,20 @@ def by_text(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
     for rank in sorted(texts):
         ranks.setdefault(texts[rank], []).append(rank)
     return list(ranks.items())
+
+
+def encodable(text: str) -> str:
+    """Return a text that can be encoded: bytes of a file name that are not UTF-8 are surrogates in it."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def label_of(group: str) -> str:
+    """Return the name of a group for readers: ``tensor`` of ``tensor.0-3.1f2e3d4c5b6a.1``, as ``make_group`` names it.
+
+    The second group of a label over its ranks is ``tensor.2``.
+    """
+    made = re.fullmatch(r"(.+)\.\d+-\d+\.[0-9a-f]{12}\.(\d+)", group)
+    return group if made is None else made[1] if made[2] == "1" else f"{made[1]}.{made[2]}"
 
 
 def one_line(text: str) -> str:

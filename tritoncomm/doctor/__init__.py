@@ -85,10 +85,8 @@ def examine(self_test: bool = True) -> Iterator[Finding]:
             continue  # torchrun sets it
         if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_")) and name not in VARIABLES:
             yield Finding(name, os.environ[name], "note", "unset it unless you know why it is there")
-        if name.startswith("TRITONCOMM_") and name not in VARIABLES:
-            ours = ", ".join(each for each in VARIABLES if each.startswith("TRITONCOMM_"))
-            advice = f"no such variable; there are {ours}"
-            yield Finding(name, os.environ[name], "note", advice)
+    for name, advice in variables.unknown().items():
+        yield Finding(name, os.environ[name], "note", advice)
     if self_test:
         wrong = {one.name for one in judged if one.level == "problem"}
         yield _self_test(tuple(name for name in variables.effective() if name in wrong))

@@ -1,0 +1,52 @@
+"""Threads of this process that may still make a call, while one of them waits in check mode."""
+
+import os
+import sys
+import threading
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["others_may_call"]
+
+_HERE = str(Path(__file__).parents[1]) + os.sep
+_ENGINE = str(Path(torch.__path__[0]) / "autograd" / "graph.py")
+_EXECUTOR = os.path.join("concurrent", "futures", "thread.py")
+
+
+def others_may_call(callers: Collection[int], in_helper: bool) -> bool:
+    """Whether another thread of this process may make a call while this one waits.
+
+    Args:
+        callers: identifiers of threads that have made calls. Daemon threads without a call are taken for those of
+            libraries (progress bars, data loaders), which never make one.
+        in_helper: this thread serves a call of another one, which waits inside of this package.
+    """
+    frames, own = sys._current_frames(), threading.get_ident()
+    others = [
+        frames[each.ident]
+        for each in threading.enumerate()
+        if each.ident in frames and each.ident != own and (each.ident in callers or not each.daemon)
+    ]
+    found = any(not _awaits_a_thread(frame) and not (in_helper and _is_ours(frame)) for frame in others)
+    # This frame is in the dict: the circle would keep the frames of all threads, and their tensors.
+    frames.clear()
+    others.clear()
+    return found
+
+
+def _awaits_a_thread(frame: Any) -> bool:
+    """Whether a thread with this innermost frame goes on only after another thread has done something."""
+    file, function = frame.f_code.co_filename, frame.f_code.co_name
+    if file == threading.__file__:
+        # Without a timeout; -1 in ``Thread.join`` of Python 3.11.
+        return frame.f_locals.get("timeout") in (None, -1)
+    # The main thread in ``backward()``, whose hooks run in this thread; an idle thread of a pool.
+    return file == _ENGINE or (file.endswith(_EXECUTOR) and function == "_worker")
+
+
+def _is_ours(frame: Any) -> bool:
+    """Whether the innermost frame is a function of this package."""
+    return frame.f_code.co_filename.startswith(_HERE)
