@@ -158,7 +158,7 @@ def rank_lists(
         ``rank_lists(4, tensor=2, pipeline=2)`` has TENSOR [0,1],[2,3] and PIPELINE [0,2],[1,3].
     """
     data = world // (tensor * pipeline * context)
-    mesh = torch.arange(world).view(data, pipeline, context, tensor)
+    mesh = torch.arange(world, device="cpu").view(data, pipeline, context, tensor)
 
     def lists(*axes: int) -> list[list[int]]:
         rest = [axis for axis in range(4) if axis not in axes]

@@ -94,7 +94,7 @@ def row_counts(in_rows: Ints, nodes: Nodes, group: ProcessGroup, name: str, devi
 
     The rank of node n is the one with this rank's local number, and rank l is on this rank's node.
     """
-    sent = torch.tensor(in_rows, dtype=torch.int64).to(device)
+    sent = torch.tensor(in_rows, dtype=torch.int64, device=device)
     received = empty_on(device, (nodes.count, nodes.size), torch.int64)
     sizes = nodes.across([nodes.size] * nodes.count)
     backend.all_to_all(received.view(-1), sent, sizes, sizes, group, name)

@@ -232,7 +232,7 @@ def _difference(each: _Comparison, parameters: Mapping[str, Any], fingerprints: 
         rows = table[:common].unsqueeze(0)
         tables = eager.all_gather(rows, dim=0, group=each.group, sizes=None, name="check_replicas").cpu()
     else:
-        tables = torch.empty(len(counts), 0, 3, dtype=torch.int64)
+        tables = torch.empty(len(counts), 0, 3, dtype=torch.int64, device="cpu")
     # Places of the parameters whose bits differ (column 0), and whose name, shape or dtype differs (column 2).
     differ, others = ((tables[..., i] != tables[0, :, i]).any(0).nonzero().flatten().tolist() for i in (0, 2))
     if others or max(counts) > common:
@@ -251,7 +251,7 @@ def _texts_of(text: str, like: Tensor, each: _Comparison) -> str:
 
     ``like`` is a tensor on the device of the comparison.
     """
-    padded = torch.tensor([list(text.encode()[:_MAX_TEXT].ljust(_MAX_TEXT))], dtype=torch.uint8).to(like.device)
+    padded = torch.tensor([list(text.encode()[:_MAX_TEXT].ljust(_MAX_TEXT))], dtype=torch.uint8, device=like.device)
     rows = eager.all_gather(padded, dim=0, group=each.group, sizes=None, name="check_replicas").cpu().tolist()
     texts = {rank: bytes(row).decode(errors="replace").rstrip() for rank, row in zip(each.ranks, rows, strict=True)}
     return ", ".join(f"{text} on {named_ranks(ranks)}" for text, ranks in by_text(texts))

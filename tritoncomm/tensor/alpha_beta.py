@@ -50,7 +50,7 @@ def measure_mesh(mesh: DeviceMesh, *, small: int = 256, large: int = 1 << 20, re
         slope = max(long - short, 0.0) / (2 * (k - 1) / k * (large - small))
         alpha.append(max(short - 2 * slope * (k - 1) / k * small, 0.0))
         beta.append(slope)
-    costs = torch.tensor([alpha, beta], dtype=torch.float64)
+    costs = torch.tensor([alpha, beta], dtype=torch.float64, device="cpu")
     # Maxima along one axis after the other: every rank then has those of the whole mesh.
     for group in groups:
         costs = eager.all_reduce(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from tritoncomm.errors import GroupError, ShapeError
+from tritoncomm.errors import ArgumentError, GroupError, ShapeError
 from tritoncomm.groups import check_ascending, check_mesh
 from tritoncomm.tensor.group_registry import Line, Members, groups_along
 
@@ -42,6 +42,7 @@ class DeviceMesh:
 
     Raises:
         ShapeError: ranks and shape, or shape and costs, do not match, or a rank appears twice.
+        ArgumentError: a rank is no integer.
         GroupError: groups are requested without torch.distributed, or ranks do not ascend along an axis.
     """
 
@@ -55,7 +56,7 @@ class DeviceMesh:
         init_process_group: bool = False,
         need_flatten: bool = True,
     ) -> None:
-        self.physical_mesh_id = torch.as_tensor(physical_mesh_id)
+        self.physical_mesh_id = _as_ranks(physical_mesh_id)
         self._logical_mesh_id = _grid(self.physical_mesh_id, mesh_shape, logical_mesh_id)
         self.mesh_shape = tuple(self._logical_mesh_id.shape)
         coordinates = itertools.product(*map(range, self.mesh_shape))
@@ -275,7 +276,7 @@ class FlattenDeviceMesh(DeviceMesh):
     ) -> None:
         super().__init__(physical_mesh_id, mesh_shape, None, mesh_alpha, mesh_beta, init_process_group, need_flatten)
         self.mesh_alpha, self.mesh_beta = max(self.mesh_alpha), min(self.mesh_beta)  # numbers, no longer by axis
-        coordinates = torch.arange(self.num_devices).view(self.mesh_shape)
+        coordinates = torch.arange(self.num_devices, device="cpu").view(self.mesh_shape)
         fastest_first = coordinates.permute(*reversed(range(coordinates.dim())))
         self.process_number_dict = {0: fastest_first.flatten().tolist(), 1: coordinates.flatten().tolist()}
 
@@ -288,10 +289,20 @@ class FlattenDeviceMesh(DeviceMesh):
         return self.mesh_alpha, self.mesh_beta, self.mesh_shape[mesh_dim]
 
 
+def _as_ranks(ids: Any) -> Tensor:
+    """Return global ranks as integers; ``torch.Tensor([0, 1])`` and numpy's defaults are floats."""
+    ranks = torch.as_tensor(ids, device="cpu")
+    if not ranks.is_floating_point():
+        return ranks
+    if not bool((ranks == ranks.round()).all()):
+        raise ArgumentError(f"DeviceMesh: global ranks are integers, not {ranks.tolist()}")
+    return ranks.to(torch.int64)
+
+
 def _grid(physical: Tensor, shape: Sequence[int] | None, logical: Any) -> Tensor:
     """Return the grid of global ranks."""
     if logical is not None:
-        ids = torch.as_tensor(logical)
+        ids = _as_ranks(logical)
         if sorted(ids.flatten().tolist()) != sorted(physical.flatten().tolist()):
             raise ShapeError("DeviceMesh: logical_mesh_id and physical_mesh_id have different ranks")
         if shape is not None and tuple(shape) != tuple(ids.shape):
