@@ -1,5 +1,6 @@
 """`integrations.megatron`: Megatron-core trains to the same bits, and unpatched it is what it was."""
 
+import functools
 import gc
 import importlib
 import inspect
@@ -48,6 +49,7 @@ def theirs() -> Iterator[SimpleNamespace]:
     """Megatron's modules by the last part of their name; whatever a test did, every name is restored after it."""
     loaded = {name: core(name) for name in MODULES}
     before = _bindings()
+    megatron._warned.clear()
     yield SimpleNamespace(**{name.rpartition(".")[2]: module for name, module in loaded.items()})
     megatron.unpatch()
     after = _bindings()
@@ -296,8 +298,8 @@ def test_a_name_that_somebody_else_has_rebound_stays_theirs(
 ) -> None:
     monkeypatch.setattr(theirs.token_dispatcher, "all_to_all", theirs.token_dispatcher.all_to_all)
     megatron.patch()
-    theirs.token_dispatcher.all_to_all = wrapper = object()
-    megatron.unpatch()
+    theirs.token_dispatcher.all_to_all = wrapper = _wraps(mappings.all_to_all)
+    assert megatron.unpatch() == ((theirs.token_dispatcher.__name__, "all_to_all"),)
     assert theirs.token_dispatcher.all_to_all is wrapper
 
 
@@ -407,6 +409,16 @@ def _added(
 def _removed(group: Any, input_: Any) -> Any: ...
 
 
+def _own(value: Any) -> Any:
+    """A stand-in for one of Megatron's own: what is of another module counts as somebody's wrapper."""
+    value.__module__ = "megatron.core.tests"
+    return value
+
+
+for _each in (_renamed, _default, _added, _removed):
+    _own(_each)
+
+
 @pytest.mark.parametrize("changed", [_renamed, _default, _added])
 def test_a_function_with_other_arguments_stays_megatrons_alone(
     theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, changed: Any
@@ -416,8 +428,18 @@ def test_a_function_with_other_arguments_stays_megatrons_alone(
     monkeypatch.setattr(theirs.package_info, "__version__", "0.99.0")
     monkeypatch.setattr(theirs.mappings, "all_to_all", changed)
     before = _bindings()
-    with pytest.warns(UserWarning, match="the report has the others"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         report = megatron.patch()
+        megatron.unpatch()
+        assert megatron.patch() == report, "the name is warned of once"
+    assert any("the report has the others" in str(each.message) for each in caught)
+    told = [str(each.message) for each in caught if "these names stay Megatron's" in str(each.message)]
+    assert len(told) == 1
+    assert "mappings.all_to_all takes (" in told[0]
+    assert {each.filename for each in caught} == {__file__}
+    with pytest.raises(UnsupportedError, match=r"these names stay Megatron's.*\n.*all_to_all takes"):
+        megatron.patch(strict=True)
     assert set(report.replaced) == expected
     (line,) = [each for each in report.kept if "all_to_all" in each]
     signature = "group, input_, output_split_sizes_=None, input_split_sizes=None, use_nccl_stream=False"
@@ -433,8 +455,104 @@ def test_fewer_arguments_are_fine(theirs: SimpleNamespace, monkeypatch: pytest.M
     assert theirs.mappings.all_to_all is mappings.all_to_all
 
 
+def _patch_with_a_warning(**options: Any) -> Any:
+    with pytest.warns(UserWarning, match="these names stay Megatron's"):
+        return megatron.patch(**options)
+
+
+def _wraps(original: Any) -> Any:
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    return wrapper
+
+
+def _same_arguments(original: Any) -> Any:
+    def wrapper(input_: Any, group: Any = None, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        return original(input_, group, input_split_sizes, use_global_buffer)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("wrap", [_wraps, _same_arguments])
+@pytest.mark.parametrize("everywhere", [True, False], ids=["everywhere", "in one module"])
+def test_what_somebody_has_wrapped_stays_theirs(
+    theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, wrap: Any, everywhere: bool
+) -> None:
+    name = "reduce_scatter_to_sequence_parallel_region"
+    wrapper = wrap(getattr(theirs.mappings, name))
+    modules = (theirs.mappings, theirs.layers, theirs.tensor_parallel) if everywhere else (theirs.layers,)
+    for module in modules:
+        monkeypatch.setattr(module, name, wrapper)
+    before = _bindings()
+    report = megatron.patch(strict=True)
+    assert all(vars(module)[name] is wrapper for module in modules)
+    assert (theirs.mappings.__name__, name) in report.replaced or everywhere
+    assert any(f"{name} is " in line and line.endswith(": it stays") for line in report.kept)
+    assert megatron.unpatch() == ()
+    assert _bindings() == before
+
+
+def test_a_subclass_of_the_communicator_stays_its_owner_s(
+    theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(theirs.p2p_communication.P2PCommunicator): ...
+
+    monkeypatch.setattr(theirs.p2p_communication, "P2PCommunicator", Mine)
+    report = megatron.patch()
+    assert theirs.p2p_communication.P2PCommunicator is Mine
+    (line,) = [each for each in report.kept if "P2PCommunicator" in each]
+    assert line.endswith("Mine, which is not Megatron's: it stays")
+
+
+def _with_output_dtype(function: Any, default: bool) -> Any:
+    """The function with the last argument that Megatron 0.20 adds, which only records it."""
+    signature = inspect.signature(function)
+    last = inspect.Parameter("output_dtype", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    last = last.replace(default=None) if default else last
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.replace(parameters=[*signature.parameters.values(), last]).bind(*args, **kwargs)
+        output_dtype = bound.arguments.pop("output_dtype", None)
+        return function(*bound.args, **bound.kwargs) if output_dtype is None else ("Megatron's", output_dtype)
+
+    called.__signature__ = signature.replace(parameters=[*signature.parameters.values(), last])  # pyright: ignore
+    return _own(called)
+
+
+def test_the_linear_functions_of_the_next_release(theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``output_dtype``: None and the input's are ours, any other value is Megatron's."""
+    plain = inspect.signature(getattr(theirs.layers, LINEAR)).parameters
+    if "gtp_remat_size" not in plain:
+        pytest.skip("0.20 follows 0.19")
+    for function, linear_class in (megatron._LINEAR, megatron._FROZEN):
+        monkeypatch.setattr(theirs.layers, function, _with_output_dtype(getattr(theirs.layers, function), True))
+        forward = _with_output_dtype(getattr(theirs.layers, linear_class).forward, False)
+        apply = _with_output_dtype(getattr(theirs.layers, linear_class).apply, True)
+        fake = type(linear_class, (), {"forward": staticmethod(forward), "apply": staticmethod(apply)})
+        monkeypatch.setattr(theirs.layers, linear_class, _own(fake))
+    assert not [line for line in megatron.patch(strict=True).kept if "megatron.core" in line]
+    x, weight = torch.randn(3, 2), torch.randn(4, 2)
+    for function in (megatron._LINEAR[0], megatron._FROZEN[0]):
+        ours = getattr(theirs.layers, function)
+        for same in (None, torch.float32):
+            out = ours(x, weight, None, False, False, False, tp_group=None, output_dtype=same)
+            assert torch.equal(out, x @ weight.t())
+        other = ours(x, weight, None, False, False, False, tp_group=None, output_dtype=torch.bfloat16)
+        assert other == ("Megatron's", torch.bfloat16)
+    frozen = theirs.layers.LinearWithFrozenWeight
+    assert torch.equal(frozen.apply(x, weight, None, False, None, None), x @ weight.t())
+    assert frozen.apply(x, weight, None, False, None, torch.float16) == ("Megatron's", torch.float16)
+    trained = theirs.layers.LinearWithGradAccumulationAndAsyncCommunication
+    flags = (False, False, False, None, 0, None, 1)
+    assert torch.equal(trained.apply(x, weight, None, *flags, None), x @ weight.t())
+    assert trained.apply(x, weight, None, *flags, torch.float16) == ("Megatron's", torch.float16)
+
+
 def _fake_class(name: str, **members: Any) -> Any:
-    return type(name, (torch.autograd.Function,), {each: staticmethod(member) for each, member in members.items()})
+    methods = {each: staticmethod(member) for each, member in members.items()}
+    return _own(type(name, (torch.autograd.Function,), methods))
 
 
 @pytest.mark.parametrize("pair", [megatron._LINEAR, megatron._FROZEN])
@@ -451,8 +569,8 @@ def test_a_linear_function_and_its_class_stay_together(
     elif what == "changed class":
         monkeypatch.setattr(theirs.layers, name, _fake_class(name, forward=lambda ctx, input, weight, scale: None))
     else:
-        monkeypatch.setattr(theirs.layers, name, lambda input, weight, scale: None)
-    report = megatron.patch()
+        monkeypatch.setattr(theirs.layers, name, _own(lambda input, weight, scale: None))
+    report = _patch_with_a_warning()
     assert set(report.replaced) == expected
     (line,) = [each for each in report.kept if name in each]
     called = f"{name}.apply" if what.endswith("class") else name
@@ -490,8 +608,8 @@ def test_a_changed_communicator_stays_megatrons(
         "kind": (Kind, r"\.recv_forward: tritoncomm has no such property"),
     }
     changed, message = cases[what]
-    monkeypatch.setattr(theirs.p2p_communication, "P2PCommunicator", changed)
-    report = megatron.patch()
+    monkeypatch.setattr(theirs.p2p_communication, "P2PCommunicator", _own(changed))
+    report = _patch_with_a_warning()
     assert set(report.replaced) == expected
     (line,) = [each for each in report.kept if "P2PCommunicator" in each]
     assert re.match(r"megatron\.core\.pipeline_parallel\.p2p_communication\.P2PCommunicator" + message, line)
@@ -502,7 +620,7 @@ def test_a_changed_autograd_class_stays_megatrons_alone(
 ) -> None:
     copy = _fake_class("_CopyToModelParallelRegion", forward=lambda ctx, input_, group, stream: None)
     monkeypatch.setattr(theirs.mappings, "_CopyToModelParallelRegion", copy)
-    report = megatron.patch()
+    report = _patch_with_a_warning()
     (line,) = [each for each in report.kept if "_CopyToModelParallelRegion" in each]
     assert "_CopyToModelParallelRegion.apply takes (input_, group, stream), ours takes (input_, group)" in line
     assert theirs.mappings._CopyToModelParallelRegion is copy
@@ -513,7 +631,7 @@ def test_a_changed_autograd_class_stays_megatrons_alone(
 def test_a_name_that_is_no_function_stays_megatrons(theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(theirs.mappings, "all_to_all", 7)
     monkeypatch.setattr(theirs.cross_entropy, "vocab_parallel_cross_entropy", _removed)
-    kept = megatron.patch(cross_entropy=True).kept
+    kept = _patch_with_a_warning(cross_entropy=True).kept
     assert "megatron.core.tensor_parallel.mappings.all_to_all is an object of int" in kept
     assert any("vocab_parallel_cross_entropy takes (group, input_), ours takes" in line for line in kept)
     assert not any("label smoothing" in line for line in kept), "no call of it is ours"
@@ -524,7 +642,7 @@ def test_a_version_of_which_nothing_can_be_replaced_is_refused(
 ) -> None:
     for name in mappings.__all__:
         if hasattr(theirs.mappings, name):
-            monkeypatch.setattr(theirs.mappings, name, lambda unknown: None)
+            monkeypatch.setattr(theirs.mappings, name, _own(lambda unknown: None))
     monkeypatch.delattr(theirs.p2p_communication, "P2PCommunicator")
     for function, _ in (megatron._LINEAR, megatron._FROZEN):
         monkeypatch.delattr(theirs.layers, function)
@@ -634,19 +752,22 @@ _TRAINED = {
     "0.16": f"{_FLAGS}, {_DEFERRED}=0, async_grad_allreduce=None, tp_group=None",
     "0.17": f"{_FLAGS}, {_DEFERRED}=0, tp_group=None",
     "0.19": f"{_FLAGS}, {_DEFERRED}=0, tp_group=None, gtp_remat_size=1",
+    "0.20": f"{_FLAGS}, {_DEFERRED}=0, tp_group=None, gtp_remat_size=1, output_dtype=None",
 }
 _FROZEN = {
     "0.16": f"{_FLAGS}, tp_group, {_DEFERRED}=None, async_grad_allreduce=None",
     "0.17": f"{_FLAGS}, tp_group, {_DEFERRED}=None",
     "0.19": f"{_FLAGS}, tp_group, {_DEFERRED}=None, gtp_remat_size=1",
+    "0.20": f"{_FLAGS}, tp_group, {_DEFERRED}=None, gtp_remat_size=1, output_dtype=None",
 }
 
 
 def _functions(version: str, frozen: bool, seen: list[dict[str, Any]]) -> tuple[Any, Any, Any]:
     """Our linear function and class for fakes of a version's, and the fake function."""
-    more = ", gtp_remat_size" if version == "0.19" and not frozen else ""
-    flags = "input, weight, bias, allreduce_dgrad, tp_group" if frozen else f"{_FLAGS}, grad_output_buffer, "
-    forward = flags if frozen else f"{flags}wgrad_deferral_limit, tp_group{more}"
+    more = ", gtp_remat_size" if version in ("0.19", "0.20") and not frozen else ""
+    more += ", output_dtype" if version == "0.20" else ""
+    frozen_flags = "input, weight, bias, allreduce_dgrad, tp_group"
+    forward = (frozen_flags if frozen else f"{_FLAGS}, grad_output_buffer, wgrad_deferral_limit, tp_group") + more
     members = {"forward": _recorder(f"ctx, {forward}", []), "apply": _recorder(forward, seen)}
     fake = type("Fake", (), {name: staticmethod(member) for name, member in members.items()})
     theirs = _recorder((_FROZEN if frozen else _TRAINED)[version], seen)
@@ -656,13 +777,14 @@ def _functions(version: str, frozen: bool, seen: list[dict[str, Any]]) -> tuple[
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("version", ["0.16", "0.17", "0.19"])
+@pytest.mark.parametrize("version", ["0.16", "0.17", "0.19", "0.20"])
 def test_linear_functions_have_the_arguments_of_each_version(version: str, frozen: bool) -> None:
     seen: list[dict[str, Any]] = []
     ours, own_class, theirs = _functions(version, frozen, seen)
     shown = [str(p.replace(annotation=p.empty)) for p in inspect.signature(ours).parameters.values()]
     wanted_names = [str(p) for p in inspect.signature(theirs).parameters.values()]
-    assert shown == wanted_names + ["gtp_remat_size=1"] * (version == "0.17")
+    later = ["gtp_remat_size=1", "output_dtype=None"]
+    assert shown == wanted_names + {"0.16": [], "0.17": later, "0.19": later[1:], "0.20": []}[version]
     x, weight = torch.randn(3, 2), torch.randn(4, 2)
     subclass = x.as_subclass(type("Subclass", (torch.Tensor,), {}))
     arguments: dict[str, Any] = {
@@ -670,26 +792,29 @@ def test_linear_functions_have_the_arguments_of_each_version(version: str, froze
         "sequence_parallel": False, "tp_group": "group", "grad_output_buffer": None, "wgrad_deferral_limit": None,
     }  # fmt: skip
     names = [p.name for p in inspect.signature(ours).parameters.values()]
-    by_position = [(arguments | {"input": x, "async_grad_allreduce": None, "gtp_remat_size": 1})[n] for n in names]
+    unset = {"async_grad_allreduce": None, "gtp_remat_size": 1, "output_dtype": None}
+    by_position = [(arguments | unset | {"input": x})[name] for name in names]
     for out in (ours(*by_position), ours(input=x, **arguments)):
         assert torch.equal(out, x @ weight.t())
     assert seen == []
     changes: list[dict[str, Any]] = [{"input": subclass}, {"grad_output_buffer": []}]
     changes += [{"async_grad_allreduce": True}] if version == "0.16" else []
-    changes += [{"gtp_remat_size": 2}] if version == "0.19" else []
+    changes += [{"gtp_remat_size": 2}] if version in ("0.19", "0.20") else []
+    changes += [{"output_dtype": torch.bfloat16}] if version == "0.20" else []
     for change in changes:
         wanted = {"input": x, **arguments, **change}
-        by_position = [{"async_grad_allreduce": None, "gtp_remat_size": 1, **wanted}[name] for name in names]
+        by_position = [{**unset, **wanted}[name] for name in names]
         for out in (ours(**wanted), ours(*by_position)):
             call = seen.pop()
             assert out == "Megatron's"
             assert all(call[name] is value for name, value in wanted.items()), change
     flags = (False,) if frozen else (False, False, False, None, 0)
-    more = (1,) if version == "0.19" and not frozen else ()
+    more = (1,) if version in ("0.19", "0.20") and not frozen else ()
+    more += (None,) if version == "0.20" else ()
     assert own_class.apply(subclass, weight, None, *flags, "group", *more) == "Megatron's"
     assert seen.pop()["tp_group"] == "group"
     assert torch.equal(own_class.apply(x, weight, None, *flags, None), x @ weight.t())
-    if version != "0.19":
+    if version in ("0.16", "0.17"):
         with pytest.raises(TypeError, match="gtp_remat_size"):
             ours(input=x, **arguments, gtp_remat_size=2)
     elif not frozen:
@@ -711,6 +836,7 @@ def test_fused_and_deferred_gradients_stay_megatrons(theirs: SimpleNamespace, mo
     calls: list[tuple[Any, ...]] = []
     original = theirs.layers.LinearWithGradAccumulationAndAsyncCommunication
 
+    @_own
     class Recorder:
         forward = staticmethod(original.forward)
 

@@ -7,6 +7,7 @@ stay Megatron's.
 
 import importlib
 import inspect
+import os
 import sys
 import threading
 import warnings
@@ -15,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tritoncomm import mappings
-from tritoncomm.errors import ArgumentError, UnsupportedError
+from tritoncomm import launchers, mappings
+from tritoncomm.errors import ArgumentError, GroupError, UnsupportedError
 from tritoncomm.integrations import megatron_functions
 from tritoncomm.integrations.rebinding import Rebinding
 from tritoncomm.p2p import P2PCommunicator
@@ -42,7 +43,7 @@ class Report:
         version: of megatron-core, as it says itself.
         replaced: (module, name) of every name that refers to ours now, in order.
         kept: a line for each call or name that remains Megatron's, with the reason. A name with unknown arguments is
-            listed with its signature and ours.
+            listed with its signature and ours; a name that somebody has wrapped or replaced stays theirs.
     """
 
     version: str
@@ -61,6 +62,7 @@ class _Options:
 
     cross_entropy: bool
     packages: tuple[str, ...]
+    strict: bool
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class _State:
         requested = self.contexts[-1][1] if self.contexts else self.base
         before = self.active
         if before is not None and before.options == requested:
-            swaps, kept = _swaps(before.options.cross_entropy)
+            swaps, kept = _swaps(before.options)
             before.rebinding.extend(swaps)
             before.rebinding.apply()  # modules that were imported or reloaded since
             self.active = replace(before, kept=kept)
@@ -140,9 +142,10 @@ class _State:
 
 
 _state = _State()
+_warned: set[str] = set()
 
 
-def patch(*, cross_entropy: bool = False, packages: Sequence[str] = ("megatron",)) -> Report:
+def patch(*, cross_entropy: bool = False, packages: Sequence[str] = ("megatron",), strict: bool = False) -> Report:
     """Let Megatron-core use tritoncomm, in all modules that are loaded now or later.
 
     Every name that refers to one of Megatron's mappings (their autograd classes and underscore helpers included), to
@@ -156,8 +159,10 @@ def patch(*, cross_entropy: bool = False, packages: Sequence[str] = ("megatron",
     class (a ``P2PCommunicator`` in use), and so do names in local variables, default arguments and closures.
 
     These remain Megatron's: calls with fused gradient accumulation, with deferred embedding gradients, with weights
-    that are gathered over a further axis (``gtp_remat_size``), or under autocast; TransformerEngine's layers, which
-    call torch.distributed themselves; data-parallel and MoE bookkeeping.
+    that are gathered over a further axis (``gtp_remat_size``), with another ``output_dtype`` than the input's, or under
+    autocast; TransformerEngine's layers, which call torch.distributed themselves; data-parallel and MoE bookkeeping.
+    A name that somebody has wrapped (``__wrapped__``) or replaced by an object of a module that is not Megatron's stays
+    theirs, and ``Report.kept`` says so.
 
     After ``importlib.reload`` of a module of Megatron's, call ``patch()`` again: the module's names are its own then.
 
@@ -168,6 +173,7 @@ def patch(*, cross_entropy: bool = False, packages: Sequence[str] = ("megatron",
             was measured) it takes twice Megatron's host time. Label smoothing stays Megatron's, which smooths over the
             local part of the vocabulary.
         packages: top-level packages whose modules are searched; add your own if it imports Megatron's mappings by name.
+        strict: raise, and do not warn, where a name stays Megatron's because its arguments are not known.
 
     Returns:
         The replaced names, and the calls and names that remain Megatron's.
@@ -175,11 +181,11 @@ def patch(*, cross_entropy: bool = False, packages: Sequence[str] = ("megatron",
     Raises:
         ArgumentError: ``packages`` is not a list of names, or nothing of one of them is imported yet.
         ImportError: megatron-core is not installed.
-        UnsupportedError: not a single name can be replaced. A name whose arguments are not known stays Megatron's, and
-            ``Report.kept`` has both signatures. This, and not the version number, decides: versions that are not in
-            ``TESTED`` only get a warning.
+        UnsupportedError: not a single name can be replaced; or with ``strict`` one has unknown arguments. Such a name
+            stays Megatron's: the first rank of a node warns of it once, and ``Report.kept`` has both signatures. This,
+            and not the version number, decides: versions that are not in ``TESTED`` only get a warning.
     """
-    options = _options(cross_entropy, packages)
+    options = _options(cross_entropy, packages, strict)
     with _state.lock:
         before = _state.base
         _state.base = options
@@ -191,21 +197,29 @@ def patch(*, cross_entropy: bool = False, packages: Sequence[str] = ("megatron",
         return _report()
 
 
-def unpatch() -> None:
-    """Bind every name to Megatron's own object again, also inside ``with patched()``; without a patch, nothing."""
+def unpatch() -> tuple[tuple[str, str], ...]:
+    """Bind every name to Megatron's own object again, also inside ``with patched()``; without a patch, nothing.
+
+    Returns:
+        (module, name) of every name that was ours and that somebody has rebound since: these are left alone.
+    """
     with _state.lock:
         _state.base = None
         _state.contexts.clear()
+        rebound = [] if _state.active is None else _state.active.rebinding.rebound()
         _state.settle()
+    return tuple(sorted((module, name) for module, name, value in rebound if _foreign(value)))
 
 
 @contextmanager
-def patched(*, cross_entropy: bool = False, packages: Sequence[str] = ("megatron",)) -> Iterator[Report]:
+def patched(
+    *, cross_entropy: bool = False, packages: Sequence[str] = ("megatron",), strict: bool = False
+) -> Iterator[Report]:
     """Run ``patch(...)`` for a block; the earlier patch, if any, holds again afterwards, with its own arguments.
 
     Blocks may be nested, and may overlap in several threads: the one entered last decides.
     """
-    token, options = object(), _options(cross_entropy, packages)
+    token, options = object(), _options(cross_entropy, packages, strict)
     with _state.lock:
         _state.contexts.append((token, options))
         try:
@@ -223,7 +237,7 @@ def patched(*, cross_entropy: bool = False, packages: Sequence[str] = ("megatron
                 _state.settle()
 
 
-def _options(cross_entropy: bool, packages: Sequence[str]) -> _Options:
+def _options(cross_entropy: bool, packages: Sequence[str], strict: bool) -> _Options:
     """Check the arguments of ``patch``, and return them."""
     if isinstance(packages, str) or not packages:
         raise ArgumentError(f"packages must be a list of top-level package names, not {packages!r}")
@@ -231,7 +245,7 @@ def _options(cross_entropy: bool, packages: Sequence[str]) -> _Options:
     missing = [package for package in packages if package not in imported]
     if missing:
         raise ArgumentError(f"packages: nothing of {', '.join(map(repr, missing))} is imported yet; import it first")
-    return _Options(bool(cross_entropy), tuple(packages))
+    return _Options(bool(cross_entropy), tuple(packages), bool(strict))
 
 
 def _report() -> Report:
@@ -247,7 +261,7 @@ def _core(name: str) -> Any:
 
 def _activate(options: _Options) -> _Active:
     """Bind the names of all loaded modules to our objects; warn of a version that was not tested."""
-    swaps, kept = _swaps(options.cross_entropy)
+    swaps, kept = _swaps(options)
     version = _core("package_info").__version__
     if version.partition("+")[0] not in TESTED:  # inside of a git repository Megatron appends its commit
         warnings.warn(
@@ -261,22 +275,27 @@ def _activate(options: _Options) -> _Active:
     return _Active(options, rebinding, version, kept)
 
 
-def _swaps(cross_entropy: bool) -> tuple[Swaps, tuple[str, ...]]:
+def _swaps(options: _Options) -> tuple[Swaps, tuple[str, ...]]:
     """Return (original, replacement) of every replaced object, and the report's lines on the kept ones."""
     swaps: Swaps = []
     replaced: set[str] = set()
     refused: list[str] = []
+    others: list[str] = []  # lines on names that somebody has wrapped or replaced
     # A name is replaced if ours takes every call that Megatron's takes. A linear function decides which collectives its
     # autograd class runs, so an unknown argument of one may change the meaning of the other. Both or none are replaced.
     # Mappings only hand their arguments to their classes, which are judged by their own arguments.
-    for module, names, replacements in _sets(cross_entropy):
+    for module, names, replacements in _sets(options.cross_entropy):
+        both = f" ({' and '.join(names)} are replaced together or not at all)" if len(names) > 1 else ""
         try:
             originals = tuple(_state.original(module, name) for name in names)
+            found = [(name, _foreign(original)) for name, original in zip(names, originals, strict=True)]
+            if lines := [f"megatron.core.{module}.{name} {why}: it stays{both}" for name, why in found if why]:
+                others += lines
+                continue
             ours = _state.ours(names, originals, replacements)
             for name, original, replacement in zip(names, originals, ours, strict=True):
                 _check_signature(f"megatron.core.{module}.{name}", original, replacement)
         except UnsupportedError as error:
-            both = f" ({' and '.join(names)} are replaced together or not at all)" if len(names) > 1 else ""
             refused.append(f"{error}{both}")
             continue
         for name, original, replacement in zip(names, originals, ours, strict=True):
@@ -284,8 +303,46 @@ def _swaps(cross_entropy: bool) -> tuple[Swaps, tuple[str, ...]]:
             replaced.add(name)
     if not swaps:
         version = _core("package_info").__version__
-        raise UnsupportedError("\n".join([f"nothing of megatron-core {version} can be replaced:", *refused]))
-    return swaps, (*_kept(cross_entropy, replaced), *refused, *_unknown())
+        raise UnsupportedError("\n".join([f"nothing of megatron-core {version} can be replaced:", *refused, *others]))
+    if refused:
+        _tell_of_refused(refused, options.strict)
+    others += _wrapped_elsewhere(swaps, replaced, options.packages)
+    return swaps, (*_kept(options.cross_entropy, replaced), *refused, *others, *_unknown())
+
+
+def _foreign(value: Any) -> str:
+    """Return why an object is not Megatron's own, in words: somebody has wrapped or replaced it; else an empty text."""
+    if hasattr(value, "__wrapped__"):
+        return "is wrapped by somebody"
+    owner = getattr(value, "__module__", None)
+    if not isinstance(owner, str) or owner.partition(".")[0] in ("megatron", "tritoncomm"):
+        return ""
+    return f"is {owner}.{getattr(value, '__qualname__', type(value).__name__)}, which is not Megatron's"
+
+
+def _tell_of_refused(refused: Sequence[str], strict: bool) -> None:
+    """Raise, or warn once on the first rank of a node, of names that stay Megatron's because of their arguments."""
+    text = "\n".join(["these names stay Megatron's, because tritoncomm does not know their arguments:", *refused])
+    if strict:
+        raise UnsupportedError(text)
+    try:
+        launch = launchers.started_by(os.environ)
+    except GroupError:
+        launch = None
+    if text not in _warned and (launch is None or launchers.is_first(launch, of_node=True)):
+        _warned.add(text)
+        warnings.warn(f"tritoncomm.patch_megatron: {text}", stacklevel=6)
+
+
+def _wrapped_elsewhere(swaps: Swaps, names: Set[str], packages: Sequence[str]) -> Iterator[str]:
+    """Yield lines on names of other modules than their own whose objects somebody has wrapped or replaced there."""
+    known = {id(value) for pair in swaps for value in pair}
+    for module_name, module in sorted(sys.modules.items()):
+        if module_name.partition(".")[0] in packages and inspect.ismodule(module):
+            for name in sorted(names & vars(module).keys()):
+                value = vars(module)[name]
+                if id(value) not in known and (why := _foreign(value)):
+                    yield f"{module_name}.{name} {why}: it stays"
 
 
 def _sets(cross_entropy: bool) -> Iterator[tuple[str, tuple[str, ...], Make]]:
@@ -383,7 +440,7 @@ def _kept(cross_entropy: bool, replaced: Set[str]) -> Iterator[str]:
     if replaced & {*_LINEAR, *_FROZEN}:
         yield (
             "linear layers with gradient_accumulation_fusion, with deferred embedding gradients, with a gtp_remat_size "
-            "other than 1, or under autocast"
+            "other than 1, with an output_dtype other than the input's, or under autocast"
         )
     if _CROSS_ENTROPY in replaced:
         yield f"{_CROSS_ENTROPY} with label smoothing, which is over the local vocabulary there"

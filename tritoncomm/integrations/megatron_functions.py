@@ -42,7 +42,9 @@ Options = tuple[bool, bool, Any, Buffers | None]  # bias, allreduce_dgrad, group
 
 _LINEAR = "linear_with_grad_accumulation_and_async_allreduce"
 _FROZEN = "linear_with_frozen_weight"
-_ASYNC, _GTP = "async_grad_allreduce", "gtp_remat_size"  # up to 0.16.1, and from 0.19 on
+_ASYNC = "async_grad_allreduce"  # up to 0.16.1
+# By name, arguments of later releases with the value that earlier ones mean: from 0.19 on, from 0.20 on.
+_LATER: dict[str, Any] = {"gtp_remat_size": 1, "output_dtype": None}
 _matmul = torch.nn.functional.linear  # without bias: one call instead of `t` and `matmul`
 _is_autocast = torch._C._is_any_autocast_enabled
 
@@ -179,14 +181,17 @@ class _FrozenLinear(Function):
         return grad_x, None, None, None
 
 
-def _is_ours(input: Tensor, weight: Tensor, gtp_remat_size: int, is_deferred: bool) -> bool:
+def _is_ours(
+    input: Tensor, weight: Tensor, gtp_remat_size: int, output_dtype: torch.dtype | None, is_deferred: bool
+) -> bool:
     """Whether our linear functions take a call: plain tensors, no autocast, and an own gradient of the weight.
 
     Args:
         gtp_remat_size: ranks over which Megatron gathers the weight along a further axis.
+        output_dtype: of the product, which Megatron leaves to TransformerEngine if it is not the input's.
         is_deferred: the gradient of the weight is fused into Megatron's buffer, or computed later.
     """
-    if is_deferred or gtp_remat_size != 1:
+    if is_deferred or gtp_remat_size != 1 or output_dtype not in (None, input.dtype):
         return False
     autocast = torch.is_autocast_enabled(input.device.type) if is_compiling() else _is_autocast()
     # Subclasses of tensors stay Megatron's; a ``Parameter`` counts as plain.
@@ -230,15 +235,16 @@ class TrainedLinear:
         wgrad_deferral_limit: int | None = 0,
         tp_group: ProcessGroup | None = None,
         gtp_remat_size: int = 1,
+        output_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Return ``input @ weight.t() + bias``, by our autograd function or by Megatron's."""
         # Megatron's function runs fused gradient accumulation, deferred weight gradients, weights that are gathered
-        # over a further axis (``gtp_remat_size``), autocast, and subclasses of tensors.
+        # over a further axis (``gtp_remat_size``), products of another dtype, autocast, and subclasses of tensors.
         is_deferred = gradient_accumulation_fusion or grad_output_buffer is not None
-        if not _is_ours(input, weight, gtp_remat_size, is_deferred):
+        if not _is_ours(input, weight, gtp_remat_size, output_dtype, is_deferred):
             return self._theirs(
                 input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel,
-                grad_output_buffer, wgrad_deferral_limit, tp_group=tp_group, **_rematerialized(gtp_remat_size),
+                grad_output_buffer, wgrad_deferral_limit, tp_group=tp_group, **_given(gtp_remat_size, output_dtype),
             )  # fmt: skip
         if not (allreduce_dgrad or sequence_parallel):
             if bias is None and input.is_contiguous():
@@ -289,32 +295,31 @@ class LinearWithGradAccumulationAndAsyncCommunication:
     """Base of the classes that stand where Megatron's autograd class of this name stands.
 
     Attributes:
-        passes_gtp: whether Megatron's ``apply`` takes ``gtp_remat_size``.
+        later: the arguments of ``_LATER`` that Megatron's ``apply`` takes.
         function: our linear function of a trained weight.
     """
 
     theirs: ClassVar[Any]
-    passes_gtp: ClassVar[bool]
+    later: ClassVar[tuple[str, ...]]
     function: ClassVar[TrainedLinear]
 
     @classmethod
     def over(cls, theirs: Any, function: TrainedLinear) -> type:
         """Return a subclass for one class of Megatron's."""
-        members = {"theirs": theirs, "passes_gtp": _takes(theirs.forward, _GTP), "function": function}
-        return type(cls.__name__, (cls,), members)
+        return type(cls.__name__, (cls,), {"theirs": theirs, "later": _later(theirs), "function": function})
 
     @classmethod
     def apply(
         cls, input: Tensor, weight: Tensor, bias: Tensor | None, gradient_accumulation_fusion: bool,
         allreduce_dgrad: bool, sequence_parallel: bool, grad_output_buffer: Any, wgrad_deferral_limit: Any,
-        tp_group: Any, gtp_remat_size: int = 1,
+        tp_group: Any, gtp_remat_size: int = 1, output_dtype: torch.dtype | None = None,
     ) -> Tensor:  # fmt: skip
         """Return ``input @ weight.t() + bias``, by our autograd function or by Megatron's."""
         is_deferred = gradient_accumulation_fusion or grad_output_buffer is not None
-        if _is_ours(input, weight, gtp_remat_size, is_deferred):
+        if _is_ours(input, weight, gtp_remat_size, output_dtype, is_deferred):
             buffers = cls.function.buffers if sequence_parallel else None
             return _Linear.apply(input, weight, bias, allreduce_dgrad, tp_group, buffers)
-        more = (gtp_remat_size,) if gtp_remat_size != 1 or cls.passes_gtp else ()
+        more = _positional(cls.later, gtp_remat_size, output_dtype)
         return cls.theirs.apply(
             input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, grad_output_buffer,
             wgrad_deferral_limit, tp_group, *more,
@@ -350,13 +355,14 @@ class FrozenLinear:
         grad_output_buffer: list[Tensor] | None = None,
         wgrad_deferral_limit: None = None,
         gtp_remat_size: int = 1,
+        output_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Return ``input @ weight.t() + bias``, by our autograd function or by Megatron's."""
         is_deferred = grad_output_buffer is not None or wgrad_deferral_limit is not None
-        if not _is_ours(input, weight, gtp_remat_size, is_deferred):
+        if not _is_ours(input, weight, gtp_remat_size, output_dtype, is_deferred):
             return self._theirs(
                 input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group,
-                grad_output_buffer, wgrad_deferral_limit, **_rematerialized(gtp_remat_size),
+                grad_output_buffer, wgrad_deferral_limit, **_given(gtp_remat_size, output_dtype),
             )  # fmt: skip
         if sequence_parallel:
             input = mappings.gather_from_sequence_parallel_region(input, group=self._resolve_group(tp_group))
@@ -393,21 +399,27 @@ class FrozenLinear016(FrozenLinear):
 
 
 class LinearWithFrozenWeight:
-    """Base of the classes that stand where Megatron's autograd class of this name stands."""
+    """Base of the classes that stand where Megatron's autograd class of this name stands; ``later`` as there."""
 
     theirs: ClassVar[Any]
+    later: ClassVar[tuple[str, ...]]
     function: ClassVar[FrozenLinear]
 
     @classmethod
     def over(cls, theirs: Any, function: FrozenLinear) -> type:
         """Return a subclass for one class of Megatron's."""
-        return type(cls.__name__, (cls,), {"theirs": theirs, "function": function})
+        return type(cls.__name__, (cls,), {"theirs": theirs, "later": _later(theirs), "function": function})
 
     @classmethod
-    def apply(cls, input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, tp_group: Any) -> Tensor:
+    def apply(
+        cls, input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, tp_group: Any,
+        output_dtype: torch.dtype | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return ``input @ weight.t() + bias``, by our autograd function or by Megatron's."""
-        if not _is_ours(input, weight, gtp_remat_size=1, is_deferred=False):
-            return cls.theirs.apply(input, weight, bias, allreduce_dgrad, tp_group)
+        if not _is_ours(input, weight, 1, output_dtype, is_deferred=False):
+            return cls.theirs.apply(
+                input, weight, bias, allreduce_dgrad, tp_group, *_positional(cls.later, 1, output_dtype)
+            )
         return cls.function(
             input, weight, bias, gradient_accumulation_fusion=False, allreduce_dgrad=allreduce_dgrad,
             sequence_parallel=False, tp_group=tp_group,
@@ -420,9 +432,21 @@ def frozen_linear_functions(theirs: Any, linear_class: Any, resolve_group: Resol
     return function, LinearWithFrozenWeight.over(linear_class, function)
 
 
-def _rematerialized(gtp_remat_size: int) -> dict[str, int]:
-    """Return ``gtp_remat_size`` as a keyword argument unless it is 1: versions before 0.19 do not take it."""
-    return {} if gtp_remat_size == 1 else {_GTP: gtp_remat_size}
+def _later(linear_class: Any) -> tuple[str, ...]:
+    """Return the arguments of ``_LATER`` that an autograd class takes, in order."""
+    return tuple(name for name in _LATER if _takes(linear_class.forward, name))
+
+
+def _given(gtp_remat_size: int, output_dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return arguments of ``_LATER`` by keyword, unless earlier releases mean these values: they do not take them."""
+    values = dict(zip(_LATER, (gtp_remat_size, output_dtype), strict=True))
+    return {name: value for name, value in values.items() if value != _LATER[name]}
+
+
+def _positional(later: tuple[str, ...], gtp_remat_size: int, output_dtype: torch.dtype | None) -> list[Any]:
+    """Return arguments of ``_LATER`` by position: those that ``apply`` takes, and values that only it can refuse."""
+    values, given = dict(zip(_LATER, (gtp_remat_size, output_dtype), strict=True)), _given(gtp_remat_size, output_dtype)
+    return [value for name, value in values.items() if name in later or name in given]
 
 
 def _warn_of_connections(frames: int) -> None:

@@ -62,6 +62,15 @@ class Rebinding:
                 if id(value) in ids:
                     yield module, name, value
 
+    def rebound(self) -> list[tuple[str, str, Any]]:
+        """Return (module, name, value) of every name that ``apply`` has bound and that holds another object now."""
+        found = []
+        for (_, name), (module, original) in self._replaced.items():
+            value = vars(module).get(name)
+            if value is not original and id(value) not in self._originals:
+                found.append((module.__name__, name, value))
+        return found
+
     def apply(self) -> None:
         """Bind every name to its replacement, or none, where a module refuses to set a name."""
         done: list[tuple[ModuleType, str, Any]] = []

@@ -70,7 +70,7 @@ def megatron_layouts(buffers: Iterable[Any], names: Mapping[Any, str]) -> dict[s
 
     Args:
         buffers: the buffers of an optimizer (``optimizer.buffers``), with the attributes ``buckets``,
-            ``param_index_map`` and ``data_parallel_group`` that megatron-core 0.16.1 and 0.19.2 have.
+            ``param_index_map`` and ``data_parallel_group`` that megatron-core has.
         names: name of every parameter.
     """
     layouts: dict[str, Layout] = {}
