@@ -3,8 +3,8 @@
 BOOTSTRAP ?= python3
 PIP_ARGS ?=
 VENV := .venv
-# A run reads a quarter of the 12,000 files of all packages. Python compiles these at their first import, and pip none.
-INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS)
+# A run imports the same files in hundreds of processes. Where this is set, each of them would compile them again.
+unexport PYTHONDONTWRITEBYTECODE
 # A test of ranks leaves cores idle while they wait for each other: two files at a time, in order, as files of few long
 # tests would otherwise come last, on one core. WORKERS= runs them one by one.
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
@@ -152,17 +152,17 @@ gpu-bench: $(READY)  ## runs the benchmarks of a GPU
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BOOTSTRAP) -m venv $(VENV)
-	$(VENV)/bin/python $(INSTALL) -c constraints.txt -e '.[cli,plot,test,bench,dev]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[cli,plot,test,bench,dev]'
 	@touch $@
 
 # What benchmarks and the tests of the integrations compare with.
 $(VENV)/.peers: $(VENV)/.ready
-	$(VENV)/bin/python $(INSTALL) --no-deps megatron-core==$(firstword $(megatrons))
-	$(VENV)/bin/python $(INSTALL) -c constraints.txt $(peers)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps megatron-core==$(firstword $(megatrons))
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt $(peers)
 	@touch $@
 
 $(VENV)/.site: $(VENV)/.ready
-	$(VENV)/bin/python $(INSTALL) -c constraints.txt -e '.[site]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[site]'
 	@touch $@
 
 clean:  ## removes the environments and caches

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from bench import pictures
+from bench.hosts import missing_megatron
 from tritoncomm import launchers
 
 __all__ = ["Outcome", "main", "parts", "run"]
@@ -128,6 +129,14 @@ def _runnable() -> list[str]:
     return [name for name in parts() if name != GPU or torch.cuda.is_available()]
 
 
+def _without_peer(names: Sequence[str]) -> tuple[list[str], str]:
+    """Parts that compare with Megatron-core where it is not installed, and how to install it."""
+    texts = {name: (HERE / f"bench_{name}.py").read_text() for name in names if name != GPU}
+    needed = [name for name, text in texts.items() if "megatron_part" in text or "missing_megatron" in text]
+    problem = missing_megatron() if needed else ""
+    return (needed, problem) if problem else ([], "")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit status."""
     parser = _parser()
@@ -147,7 +156,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.out or Path("bench-results" if options.plot else scratch)
         outcomes = []
-        for name in [options.part] if options.part else _runnable():
+        names = [options.part] if options.part else _runnable()
+        absent, problem = _without_peer(names)
+        if problem:
+            print(f"{problem}\nnot run: {', '.join(absent)}", flush=True)
+        for name in [each for each in names if each not in absent]:
             print(f"{name}: microseconds of ours at p20, ratio of p20 to each peer, half its spread", flush=True)
             outcomes.append(run(name, folder, options.rounds, options.only, lambda line: print(line, flush=True)))
         if options.plot:
@@ -178,7 +191,7 @@ def _judged(outcomes: Sequence[Outcome], check: bool) -> int:
             status = 1
         elif one.status and check:
             status = 1
-    return 2 if len(idle) == len(outcomes) else status
+    return 2 if len(idle) == len(outcomes) else status  # also where none was begun
 
 
 if __name__ == "__main__":

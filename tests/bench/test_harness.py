@@ -1,6 +1,7 @@
 """A part as a command: rows as they are measured, targets, a second measurement, an interrupted run, exit statuses."""
 
 import importlib
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -115,11 +116,8 @@ def test_what_there_is_no_time_for_is_left_out(run: Any) -> None:
 
 
 def test_a_missing_peer_names_its_install_command(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(module: str) -> Any:
-        raise ImportError(module)
-
     assert hosts.missing_megatron() in ("", f"megatron-core is not installed: {hosts.MEGATRON}")
-    monkeypatch.setattr(hosts, "peer", missing)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     status, printed, _ = run(replace(PART, missing=hosts.missing_megatron))
     assert status == 2
     assert "pip install --no-deps megatron-core==0.16.1" in printed

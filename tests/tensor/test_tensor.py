@@ -335,6 +335,31 @@ def test_registered_operators_run(group: TorchGroup) -> None:
         del _COLOSSAL_OPS[torch.special.entr]
 
 
+def test_a_registered_operator_may_call_the_one_that_it_stands_for(group: TorchGroup) -> None:
+    """It sees local tensors; what it returns gets the layout of the first ColoTensor, if the shape is its own."""
+    pg = ranks_of(group)
+    full = torch.arange(8.0).reshape(4, 2)
+    x = ColoTensor(full.chunk(2)[group.rank()].clone(), ColoTensorSpec(pg, ShardSpec([0], [2])), full.shape)
+    x.requires_grad_()
+
+    @colo_op_impl(torch.special.entr)
+    def entr(input: Tensor) -> Any:
+        out = torch.special.entr(input)
+        assert type(out) is Tensor
+        return out, [out.sum(), (input * 2).t().t()]
+
+    try:
+        out, (total, twice) = torch.special.entr(x)
+    finally:
+        del _COLOSSAL_OPS[torch.special.entr]
+    for each, expected in ((out, torch.special.entr(full)), (twice, full * 2)):
+        assert each.dist_spec == x.dist_spec
+        assert torch.equal(plain(each.to_replicate()), expected)
+    assert type(total) is Tensor, "of another shape: nobody knows its layout"
+    twice.sum().backward()
+    assert torch.equal(plain(x.grad), torch.full((2, 2), 2.0))
+
+
 class Tell(ColoParamOpHook):
     """Writes down what happens."""
 

@@ -7,6 +7,7 @@ position in it (in ``group_registry`` a global rank). ``axis`` is an axis of the
 """
 
 from tritoncomm.tensor import pickles as pickles
+from tritoncomm.tensor import utils
 from tritoncomm.tensor.alpha_beta import measure_mesh
 from tritoncomm.tensor.colo_parameter import ColoParameter
 from tritoncomm.tensor.colo_tensor import ColoTensor
@@ -65,4 +66,5 @@ __all__ = [
     "shard_parameters",
     "sharded_optimizer_state",
     "shortest_path",
+    "utils",
 ]

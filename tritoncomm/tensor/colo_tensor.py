@@ -362,6 +362,8 @@ class ColoTensor(layout.LocalShard):
         fields = [repr(local), repr(self.process_group), repr(self.dist_spec)]
         if self.compute_spec is not None:
             fields.append(repr(self.compute_spec))
+        if self.is_sharded():
+            fields.append(f"global size {list(self.size_global())}, local size {list(local.shape)}")
         return "ColoTensor: " + "\n".join(fields)
 
     def __format__(self, format_spec: str) -> str:

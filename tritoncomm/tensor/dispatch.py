@@ -22,7 +22,7 @@ from tritoncomm.tensor import rules as rules
 from tritoncomm.tensor.distspec import ReplicaSpec
 from tritoncomm.tensor.elementwise import ELEMENTWISE, KEEPS_LAYOUT, MAKES_NEW, QUERIES, RESHAPES_IN_PLACE, writes
 from tritoncomm.tensor.layout import LocalShard, is_colo, plain, refuse_sharing
-from tritoncomm.tensor.op_wrapper import colo_op_impl, implementation
+from tritoncomm.tensor.op_wrapper import implementation, own_impl, own_implementation
 from tritoncomm.tensor.rules import random_ops
 from tritoncomm.tensor.rules.engine import execute
 from tritoncomm.tensor.rules.foreach import on_lists
@@ -43,17 +43,17 @@ _OTHER_NAMES = {
 _warned: set[str] = set()
 
 
-@colo_op_impl(Tensor.size)
+@own_impl(Tensor.size)
 def _size(self: Any, dim: int | None = None) -> Any:
     return self.size_global() if dim is None else self.size_global(dim)
 
 
-@colo_op_impl(Tensor.__len__)
+@own_impl(Tensor.__len__)
 def _length(self: Any) -> int:
     return self.size_global(0)
 
 
-@colo_op_impl(Tensor.module_load)
+@own_impl(Tensor.module_load)
 def _module_load(self: Any, other: Tensor, assign: bool = False) -> Any:
     """Return the tensor that ``load_state_dict`` puts in place of ``self``: its layout, the values of ``other``."""
     refuse_sharing("load_state_dict", other)
@@ -70,6 +70,9 @@ def _module_load(self: Any, other: Tensor, assign: bool = False) -> Any:
 def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run ``func(*args, **kwargs)`` with ColoTensors among the arguments."""
     impl = implementation(func)
+    if impl is not None:
+        return _laid_out(_run_local(impl, args, kwargs), next(colo_tensors(args, kwargs)))
+    impl = own_implementation(func)
     if impl is not None:
         return impl(*args, **kwargs)
     name = getattr(func, "__name__", str(func))
@@ -150,6 +153,18 @@ def _run_local(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     """Run on the local tensors; new tensors come back plain."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def _laid_out(result: Any, like: Any) -> Any:
+    """Return a result in which plain tensors of the local shape of ``like`` have its layout; others have none."""
+    shape = plain(like).shape
+
+    def wrapped(x: Any) -> Any:
+        if type(x) is not Tensor or x.shape != shape:
+            return x
+        return like._wrap(x, like.process_group, like.dist_spec, like.global_shape)
+
+    return tree_map(wrapped, result)
 
 
 def _check_assignment(func: Any, target: Any, value: Any) -> None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tritoncomm.core import eager
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor.layout import is_colo, plain, refuse_sharing
-from tritoncomm.tensor.op_wrapper import colo_op_impl
+from tritoncomm.tensor.op_wrapper import own_impl
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.rules.table import rule
 
@@ -62,7 +62,7 @@ def _check_layout(name: str, like: Any, gradient: Any) -> None:
         raise UnsupportedError(f"{name}: a gradient of {gradient.dist_spec} for {like.dist_spec}; redistribute it")
 
 
-@colo_op_impl(Tensor.register_hook)
+@own_impl(Tensor.register_hook)
 def _register_hook(x: Any, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """Register ``hook`` for gradients of the layout of ``x``; a leaf may be redistributed before it has one."""
     leaf = ref(x) if x.is_leaf else None  # not x itself, which refers to its hooks
@@ -95,12 +95,12 @@ def _edges(tensors: Any) -> Any:
 # operators is disabled, it would run hooks and recomputed activations on local tensors.
 
 
-@colo_op_impl(Tensor.backward)
+@own_impl(Tensor.backward)
 def _backward_of(self: Any, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
     _backward(self, gradient, *args, **kwargs)
 
 
-@colo_op_impl(torch.autograd.backward)
+@own_impl(torch.autograd.backward)
 def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
     """Add to the gradients of leaves, or of ``inputs``."""
     for x in tree_leaves(inputs):
@@ -109,7 +109,7 @@ def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, inputs: Any = 
     torch.autograd.backward(_local(tensors), _local(grad_tensors), *args, inputs=_edges(inputs), **kwargs)
 
 
-@colo_op_impl(torch.autograd.grad)
+@own_impl(torch.autograd.grad)
 def _gradients(
     outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, materialize_grads: bool = False, **kwargs: Any
 ) -> tuple[Any, ...]:
@@ -138,7 +138,7 @@ def shards_by_group(tensors: Sequence[Any]) -> list[tuple[ProcessGroup, list[int
     return list(found.values())
 
 
-@colo_op_impl(_check_and_unscale)
+@own_impl(_check_and_unscale)
 @rule(
     named="torch.amp.GradScaler: unscale_, step",
     accepts="any sharding; plain tensors are replicated", result="in place; the same decision on every rank",
