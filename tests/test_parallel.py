@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 from tritoncomm import ArgumentError, GroupError, UnsupportedError, parallel, record
 
@@ -308,6 +309,41 @@ def test_the_bias_does_not_widen_what_autocast_made_narrow(group: ProcessGroup, 
     layer(x).sum().backward()
     assert layer.bias.grad is not None
     assert layer.bias.grad.dtype is torch.float32
+
+
+def test_collectives_are_seen_under_the_names_of_torch_distributed(group: ProcessGroup) -> None:
+    """As docs/parallelize_module.md says: by torch's own counter of collectives."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    mlp = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    theirs.parallelize_module(mlp, mesh, {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()})
+    x = torch.randn(2, 8, requires_grad=True)
+    with CommDebugMode() as seen:
+        mlp(x).sum().backward()
+    assert {str(name): count for name, count in seen.get_comm_counts().items()} == {"c10d.allreduce_": 2}
+
+
+def test_the_bias_takes_its_gradient_from_the_gathered_one(group: ProcessGroup) -> None:
+    """As torch's style: no message of its own where the output is sharded by tokens; frozen it takes none."""
+    mesh, world = DeviceMesh.from_group(group, "cpu"), group.size()
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 4).double()
+    style = parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
+    layer = theirs.parallelize_module(copy.deepcopy(plain), mesh, style)
+    x = torch.randn(2 * world, 3, 8, dtype=torch.float64)
+    whole, shard = plain(x), layer(x)
+    torch.testing.assert_close(shard, whole.chunk(world)[group.rank()])
+    whole.square().sum().backward()
+    with record.recording() as counted:
+        shard.square().sum().backward(create_graph=False)
+    assert {name: count.calls for (name, _), count in counted.items()} == {"reduce_scatter_dim.backward": 1}
+    torch.testing.assert_close(full(layer.bias.grad), plain.bias.grad)
+    twice = torch.autograd.grad(layer(x).pow(3).sum(), layer.bias, create_graph=True)[0]
+    torch.testing.assert_close(full(twice), torch.autograd.grad(plain(x).pow(3).sum(), plain.bias)[0])
+    layer.bias.requires_grad_(False)
+    layer.zero_grad()
+    layer(x).sum().backward()
+    assert layer.bias.grad is None
+    assert layer.weight.grad is not None
 
 
 class Named(nn.Linear):

@@ -1,7 +1,8 @@
 """ColossalAI's collectives over a parallel mode or a process group; any dim, contiguous results.
 
 They are not differentiable: a tensor that requires grad is detached first, and results have no graph. ``all_reduce``,
-``broadcast`` and ``reduce`` write into the tensor itself and return that.
+``broadcast`` and ``reduce`` write into a contiguous tensor and return it. As in ColossalAI, a strided one stays as it
+is, and a copy with the result is returned.
 """
 
 import math

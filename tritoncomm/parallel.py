@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import style
 
 from tritoncomm import mappings
+from tritoncomm.core import eager
 from tritoncomm.core.autograd import direct, wants_grad
 from tritoncomm.core.plan import Ints, chunk_sizes
 from tritoncomm.errors import ArgumentError, UnsupportedError
@@ -222,6 +223,28 @@ def _locals(*parameters: Any) -> Sequence[Any]:
     return _Locals.apply(*parameters)
 
 
+@direct
+class _ScatterAndAdd(Function):
+    """Forward: reduce-scatter x along ``dim``, then add ``bias``, which every rank has.
+
+    Backward: all-gather; the bias takes its gradient from the gathered one, which is there, and not from a message.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group, ctx.wants_bias = dim, group, bias.requires_grad
+        return eager.reduce_scatter(x, dim, group, None, "reduce_scatter_dim") + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if grad.requires_grad:
+            whole = mappings.all_gather_dim(grad, ctx.dim, ctx.group)
+        else:
+            whole = eager.all_gather(grad, ctx.dim, ctx.group, None, "reduce_scatter_dim.backward")
+        of_bias = whole.sum(tuple(range(whole.dim() - 1))) if ctx.wants_bias else None
+        return whole, of_bias, None, None
+
+
 class ColwiseLinear(nn.Linear):
     """Linear layer with a shard of the output features; its ``forward`` runs in place of the module's own."""
 
@@ -251,11 +274,14 @@ class RowwiseLinear(nn.Linear):
             out = reduce_from(F.linear(x, weight), site.group, in_place=True)
             return site.result(out if bias is None else out + bias.to(out.dtype))
         out = F.linear(x, weight)
+        if bias is not None and not site.is_last(out) and not is_compiling():
+            # Autocast may have chosen the dtype of the product.
+            return site.result(_ScatterAndAdd.apply(out, bias.to(out.dtype), site.output.dim, site.group))
         sizes = site.sizes(self.out_features) if site.is_last(out) else None
         shard = mappings.reduce_scatter_dim(out, site.output.dim, site.group, sizes=sizes)
-        if bias is not None and site.is_last(out):  # autocast may have chosen the dtype of the product
+        if bias is not None and site.is_last(out):
             shard = shard + mappings.split_dim(bias.to(out.dtype), 0, site.group, sizes=sizes)
-        elif bias is not None:
+        elif bias is not None:  # compiled
             shard = shard + site.summed(bias).to(out.dtype)
         return site.result_of(shard, self.out_features)
 

@@ -131,14 +131,16 @@ def _section(content: dict[str, Any], name: str) -> dict[str, Any]:
         raise TableError(f"damaged: {name} is {reprlib.repr(section)}")
     for op, units in section.items():
         if op not in OPS or not isinstance(units, dict) or not {str(unit) for unit in UNITS}.issuperset(units):
-            raise TableError(f"damaged: {name}.{reprlib.repr(op)[1:-1]} is {reprlib.repr(units)}")
+            form = f"{{op: {{unit: ...}}}} with ops {', '.join(OPS)} and units {', '.join(map(str, UNITS))} as texts"
+            raise TableError(f"damaged: {name}.{reprlib.repr(op)[1:-1]} is {reprlib.repr(units)}; {name} is {form}")
     return section
 
 
 def _check_config(place: str, entry: Any, op: str, unit: int) -> None:
     """Reject an entry of ``configs`` with other fields or with values out of bounds; ``place`` names it in errors."""
     if not isinstance(entry, dict) or set(entry) - {"evict_first"} != set(_BOUNDS):
-        raise TableError(f"damaged: {place} is {reprlib.repr(entry)}")
+        form = '{"tile_bytes": 8192, "segment_bytes": 1024, "num_warps": 4}'
+        raise TableError(f"damaged: {place} is {reprlib.repr(entry)}; it has the form {form}")
     evict_first = entry.get("evict_first", False)
     if type(evict_first) is not bool or (evict_first and (op == "reduce" or unit not in EVICT_UNITS)):
         raise TableError(f"damaged: {place}.evict_first is {reprlib.repr(evict_first)}")

@@ -20,6 +20,7 @@ from mapping_cases import (
     Call,
     Matrix,
     all_held,
+    by_sizes,
     expected,
     expected_gradient,
     run,
@@ -31,7 +32,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import mappings as m
 from tritoncomm import record
-from tritoncomm.errors import GroupError
+from tritoncomm.errors import GroupError, ShapeError
 
 DTYPES = [
     "float32", "bfloat16", "float16", "float64", "int64", "bool", "float8_e4m3fn", "complex64", "int16", "uint16",
@@ -242,6 +243,21 @@ def test_one_rank_copies_nothing(group: ProcessGroup) -> None:
         assert getattr(m, name)(x, group) is x, name
     # as in the reference, nothing is checked where nothing moves
     m.scatter_to_tensor_model_parallel_region(torch.ones(3), group)
+
+
+@pytest.mark.ranks(1)
+def test_sizes_are_checked_over_one_rank(group: ProcessGroup) -> None:
+    """Otherwise a wrong list is seen on the second GPU only."""
+    x = torch.ones(4, 4)
+    for name, call in by_sizes(1).items():
+        for sizes in ([4], [3], [5], [2, 2]):
+            second = sizes if FUNCTIONS[call.function].sizes in ("rows", "both") else None
+            asked = replace(call, sizes=(sizes, second))
+            if sizes == [4]:
+                assert run(asked, x, group).data_ptr() == x.data_ptr(), name
+            else:
+                with pytest.raises(ShapeError):
+                    run(asked, x, group)
 
 
 def test_global_buffer_results_never_alias(group: ProcessGroup) -> None:

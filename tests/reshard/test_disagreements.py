@@ -49,6 +49,29 @@ CASES: dict[str, Callable[..., None]] = {
     "both new": both_new,
     "two plans": both_cached,  # without check mode Gloo ends the process that gets too much
 }
+
+
+def _boxes(order: tuple[int, ...]) -> Layout:
+    mine = {0: [((row, 0), (1, 4)) for row in (0, 2, 4, 6)], 1: [((row, 0), (1, 4)) for row in order]}
+    return Layout.of_boxes((8, 4), mine)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_first_box_that_differs_is_named(pool: Pool, dtype: torch.dtype | None) -> None:
+    """The words of a layout end after its third box."""
+    where = "[5:6, 0:4] on rank 1 according to rank 0, the target box [7:8, 0:4] on rank 1 according to rank 1"
+    for text in pool.run(run_boxes, dtype):
+        assert f"different plans, nothing was sent: w has the target box {where}" in text
+
+
+def run_boxes(group: TorchGroup, dtype: torch.dtype | None) -> str:
+    targets = {"v": COLUMNS, "w": _boxes((1, 3, 5, 7) if group.rank() == 0 else (1, 3, 7, 5))}
+    tensors = dict.fromkeys(targets, torch.ones(4, 4))
+    with pytest.raises(MismatchError) as caught:
+        reshard(tensors, ROWS, targets, group=group, dtype=dtype)
+    return str(caught.value)
+
+
 ADVICE = "run again with TRITONCOMM_CHECK=1, which names the rank and its call"
 
 

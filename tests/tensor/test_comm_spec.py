@@ -478,7 +478,11 @@ def test_paths_print_and_refuse() -> None:
 
 @pytest.mark.parametrize(
     ("group", "mesh_shape", "shape", "stride"),
-    [(4, (2, 2), (4, 8), 2), (4, (2, 2), (4, 8), 7), (8, (2, 2, 2), (8, 8, 4), 311)],
+    [
+        (4, (2, 2), (4, 8), 2),
+        (4, (2, 2), (4, 8), 7),
+        pytest.param(8, (2, 2, 2), (8, 8, 4), 311, marks=pytest.mark.slow),
+    ],
     indirect=["group"],
     ids=str,
 )

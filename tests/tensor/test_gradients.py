@@ -179,7 +179,7 @@ NORMS: dict[str, Callable[[list[Any], float], Tensor]] = {
 }
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, pytest.param(4, marks=pytest.mark.slow))
 def test_a_nan_of_one_rank_is_in_every_rank_s_norm(group: TorchGroup) -> None:
     """Whatever the order and whoever has the NaN; Gloo's MAX and MIN would lose it."""
     pg, world = ranks_of(group), group.size()
@@ -221,7 +221,7 @@ EXTREMA: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, pytest.param(4, marks=pytest.mark.slow))
 def test_a_nan_of_one_rank_is_in_every_extremum(group: TorchGroup) -> None:
     pg, world = ranks_of(group), group.size()
     for who in range(world):
@@ -309,7 +309,7 @@ class Centred(Normalised):
             p.sub_(0.1 * (p.grad - p.grad.mean()) / p.grad.abs().max())
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, pytest.param(4, marks=pytest.mark.slow))
 def test_optimizers_that_take_norms_equal_one_process(group: TorchGroup) -> None:
     for kind in (Normalised, NormalisedData, Lamb, Centred):
         optimizers._warned.clear()

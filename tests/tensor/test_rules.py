@@ -63,7 +63,7 @@ def test_at_other_ranks(pool: Pool) -> None:
         pool.run(run_case, name, world=(1, 3))
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, pytest.param(4, marks=pytest.mark.slow))
 def test_equal_and_allclose(group: TorchGroup) -> None:
     """``equal`` and ``allclose`` over every pair of layouts: torch's answer for the global tensors, on every rank."""
     pg, rank, world = ranks_of(group), group.rank(), group.size()

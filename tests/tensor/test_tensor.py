@@ -91,6 +91,7 @@ def test_every_transition(pool: Pool, world: int | tuple[int, ...], dtype: str) 
         pool.run(run_transitions, shape, dtype, world=world)
 
 
+@pytest.mark.slow
 def test_transitions_at_eight_ranks(pool: Pool) -> None:
     for shape in ((8, 16), (9, 7)):
         pool.run(run_transitions, shape, "float32", world=8)

@@ -220,10 +220,15 @@ def run_cases(group: TorchGroup, first: int, count: int) -> list[str]:
     return ends
 
 
-WORLDS: list[tuple[Any, int, int]] = [(2, 0, 120), (4, 10_000, 80), ((1, 3), 20_000, 30), (1, 30_000, 30)]
-
-
-@pytest.mark.parametrize(("world", "first", "count"), WORLDS, ids=["2", "4", "ranks1and3", "1"])
+@pytest.mark.parametrize(
+    ("world", "first", "count"),
+    [
+        pytest.param(2, 0, 120, id="2"),
+        pytest.param(4, 10_000, 80, id="4", marks=pytest.mark.slow),
+        pytest.param((1, 3), 20_000, 30, id="ranks1and3"),
+        pytest.param(1, 30_000, 30, id="1"),
+    ],
+)
 def test_writes_through_views_land_or_are_refused(pool: Pool, world: Any, first: int, count: int) -> None:
     check_ends(pool.run(run_cases, first, count, world=world))
 

@@ -1,7 +1,10 @@
 """Agreement of a group's ranks on a plan (or batch) before anything is sent: they compare a digest, or all raise."""
 
+import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +26,7 @@ def agree(
     error: CommError | None,
     describe: Callable[[], dict[str, str]],
     things: str = "plans",
+    parts: Callable[[str], list[str]] | None = None,
 ) -> None:
     """Compare a digest over all ranks of a group, and raise on every rank if they differ or a rank has an error.
 
@@ -31,6 +35,8 @@ def agree(
         error: the error of this rank's own arguments, if any.
         describe: returns the hashed values in words, by name; called if ranks differ.
         things: the compared objects, for messages.
+        parts: returns all parts of one of the values in words, by its name, where ``describe`` shortens it; called if
+            ranks differ behind what it says.
     """
     if group.size() == 1 or dist.get_backend(group) == "fake":  # "fake" has no other processes
         if error is not None:
@@ -46,12 +52,15 @@ def agree(
         if all(row == [0, *halves] for row in _gathered(torch.tensor(own, device="cpu"), group, name)):
             return
         texts = _gathered_texts({"plan": describe()} if error is None else {"error": str(error)}, group, name)
+        # All ranks have the same texts, so that all come to the same conclusion.
+        is_hidden = all(text == texts[0] for text in texts) and "plan" in texts[0]
+        hidden = _hidden_difference(list(describe()), parts, group, name, things) if is_hidden else ""
     except PeerError as failure:
         # The exchange itself failed: this rank's own error is raised, with the failure as its cause.
         if error is not None:
             raise error from failure
         raise
-    raise error or MismatchError(f"{name}: {_difference(texts, group.rank(), things)}")
+    raise error or MismatchError(f"{name}: {hidden or _difference(texts, group.rank(), things)}")
 
 
 def _gathered(x: Tensor, group: ProcessGroup, name: str) -> list[list[int]]:
@@ -69,6 +78,23 @@ def _gathered_texts(own: dict[str, object], group: ProcessGroup, name: str) -> l
     # An all-gather takes equal lengths, and JSON ignores the blanks.
     padded = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8, device="cpu")
     return [json.loads(bytes(row)) for row in _gathered(padded, group, name)]
+
+
+def _hidden_difference(
+    names: Sequence[str], parts: Callable[[str], list[str]] | None, group: ProcessGroup, name: str, things: str
+) -> str:
+    """Return the first part in which ranks differ whose values have the same words; all ranks call with these names."""
+    own = {key: hashlib.blake2b("\n".join(parts(key)).encode()).hexdigest() if parts else "" for key in names}
+    hashes = _gathered_texts(own, group, name)
+    differing = [key for key in names if len({each[key] for each in hashes}) > 1]
+    if not differing or parts is None:
+        return f"ranks of the group have different {things}, nothing was sent; they look alike in words"
+    key = differing[0]
+    lists: Any = [each["parts"] for each in _gathered_texts({"parts": parts(key)}, group, name)]
+    first = next(values for values in zip_longest(*lists, fillvalue="nothing more") if len(set(values)) > 1)
+    rank = next(rank for rank, value in enumerate(first) if value != first[0])
+    where = f"{key} has {first[0]} according to rank 0, {first[rank]} according to rank {rank}"
+    return f"ranks of the group have different {things}, nothing was sent: {where}"
 
 
 def _difference(texts: list[dict[str, object]], rank: int, things: str) -> str:

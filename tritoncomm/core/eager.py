@@ -55,6 +55,8 @@ def all_gather(
         return compiled.traced(all_gather, compiled.all_gather, name)(x, dim, group, sizes, name)
     span = enter(name, "all_gather", group, x, (dim, sizes))
     if span is None:
+        if sizes is not None:  # a wrong list is wrong on one rank, too
+            _planned(plan.all_gather, x, group, name, dim, 1, 0, sizes)
         return (x, None) if asynchronous else x
     world = span.world
     if sizes is not None and x.dim() and all_equal(sizes, world, x.shape[dim]):
@@ -102,6 +104,8 @@ def reduce_scatter(
         return compiled.traced(reduce_scatter, compiled.reduce_scatter, name)(x, dim, group, sizes, name)
     span = enter(name, "reduce_scatter", group, x, (dim, sizes, op))
     if span is None:
+        if sizes is not None:
+            _planned(plan.reduce_scatter, x, group, name, dim, 1, 0, sizes)
         return (x, None) if asynchronous else x
     if op is not _SUM:
         backend.check_op(op, x, group, name)
@@ -136,12 +140,14 @@ def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: st
     if is_compiling():
         return compiled.traced(split, compiled.split, name)(x, dim, group, sizes, name)
     span = enter(name, "split", group, x, (dim, sizes))
-    if span is None:
+    if span is None and sizes is None:
         return x
     try:
-        start, size = plan.split(x.shape, dim, span.world, group.rank(), sizes)
+        start, size = plan.split(x.shape, dim, group.size(), group.rank(), sizes)
     except CommError as error:
         raise located(error, x.shape, name, group) from None
+    if span is None:
+        return x
     shard = x[start : start + size] if dim == 0 else x.narrow(dim, start, size)
     if shard.is_contiguous():
         span.end("view", 0, 0)
@@ -211,6 +217,8 @@ def all_to_all_single(
     # The last argument is the number of ranks on a node; None for an exchange from rank to rank.
     span = enter(name, "all_to_all_single", group, x, (out_sizes, in_sizes, nodes and nodes.size))
     if span is None:
+        if (out_sizes, in_sizes) != (None, None):
+            _planned(plan.all_to_all_single, x, group, name, 1, 0, out_sizes, in_sizes)
         return (x, None) if asynchronous else x
     try:  # not by ``_planned``: one call more takes a hundredth of the time of eight ranks' exchange
         planned = plan.all_to_all_single(x.shape, x.itemsize, span.world, group.rank(), out_sizes, in_sizes)
@@ -254,6 +262,8 @@ def all_to_all(
         )
     span = enter(name, "all_to_all", group, x, (scatter_dim, gather_dim, scatter_sizes, gather_sizes))
     if span is None:
+        if (scatter_sizes, gather_sizes) != (None, None):
+            _planned(plan.all_to_all, x, group, name, scatter_dim, gather_dim, 1, 0, scatter_sizes, gather_sizes)
         if shape is None:
             return x
         check_input(x, name)

@@ -39,12 +39,12 @@ def others_may_call(callers: Collection[int], in_helper: bool) -> bool:
 
 def _awaits_a_thread(frame: Any) -> bool:
     """Whether a thread with this innermost frame goes on only after another thread has done something."""
-    file, function = frame.f_code.co_filename, frame.f_code.co_name
+    file = frame.f_code.co_filename
     if file == threading.__file__:
         # Without a timeout; -1 in ``Thread.join`` of Python 3.11.
         return frame.f_locals.get("timeout") in (None, -1)
     # The main thread in ``backward()``, whose hooks run in this thread; an idle thread of a pool.
-    return file == _ENGINE or (file.endswith(_EXECUTOR) and function == "_worker")
+    return file == _ENGINE or file.endswith(_EXECUTOR)
 
 
 def _is_ours(frame: Any) -> bool:

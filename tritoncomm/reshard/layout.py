@@ -376,11 +376,15 @@ class Layout:
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    def __repr__(self) -> str:
-        boxes = [
+    def texts(self, which: slice = slice(None)) -> list[str]:
+        """Return boxes in words: ``[0:4, 0:8] on rank 1``."""
+        return [
             f"{_text(start, size, self.step)} on rank {self.ranks[owner]}"
-            for owner, start, size in zip(*self.boxes(slice(3))[:3], strict=True)
+            for owner, start, size in zip(*self.boxes(which)[:3], strict=True)
         ]
+
+    def __repr__(self) -> str:
+        boxes = self.texts(slice(3))
         more = [f"... of {len(self.holders.owner)} boxes"] if len(self.holders.owner) > 3 else []
         return f"Layout({list(self.shape)} over {len(self.ranks)} ranks: {', '.join(boxes + more)})"
 

@@ -84,6 +84,11 @@ class Item:
         """Return the description of a tensor's gradient: source and target change places, and so do both dtypes."""
         return Item(self.name, self.target, self.source, self.result, self.dtype, self.has_grad)
 
+    def boxes(self) -> list[str]:
+        """Return all boxes of both layouts in words."""
+        sides = {"source": self.source, "target": self.target}
+        return [f"the {side} box {text}" for side, layout in sides.items() for text in layout.texts()]
+
     def __str__(self) -> str:
         grad = ", with gradient" if self.has_grad else ""
         return f"{self.dtype} to {self.result}{grad}, {self.source} to {self.target}"

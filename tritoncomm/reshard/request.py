@@ -406,7 +406,11 @@ def executor_for(request: Request) -> Executor:
         options = {"bucket_bytes": str(request.bucket_bytes), "grad": request.grad}
         _report(name, group, request.tensors, plan="new", error=error)
         # Raises on all ranks where digests differ, or where any rank has an error.
-        agree(name, group, digest, error, lambda: {item.name: str(item) for item in request.moving} | options)
+        items = {item.name: item for item in request.moving}
+        agree(
+            name, group, digest, error, lambda: {key: str(item) for key, item in items.items()} | options,
+            parts=lambda key: items[key].boxes() if key in items else [],
+        )  # fmt: skip
     if error is not None:
         raise error
     assert executor is not None
