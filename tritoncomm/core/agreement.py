@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -71,7 +71,7 @@ def _gathered(x: Tensor, group: ProcessGroup, name: str) -> list[list[int]]:
     return out.view(group.size(), -1).tolist()
 
 
-def _gathered_texts(own: dict[str, object], group: ProcessGroup, name: str) -> list[dict[str, object]]:
+def _gathered_texts(own: Mapping[str, object], group: ProcessGroup, name: str) -> list[dict[str, object]]:
     """All-gather a JSON object of any length and return every rank's, by two all-gathers: of lengths, of texts."""
     text = json.dumps(own).encode()
     longest = max(length for (length,) in _gathered(torch.tensor([len(text)], device="cpu"), group, name))
