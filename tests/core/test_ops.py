@@ -315,7 +315,7 @@ LARGE = [((524288, 8194), torch.bfloat16, 2), ((262144, 16386), torch.int8, 2), 
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "world"),
-    [LARGE[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in LARGE[1:])],
+    [pytest.param(*each, marks=pytest.mark.slow) for each in LARGE],
     ids=name_of,
 )
 def test_more_units_than_a_kernel_counts_go_to_torch(

@@ -105,6 +105,8 @@ def quick_results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return _jobs(quick, 4, str(tmp_path_factory.mktemp("quick")))
 
 
+# ``quick_results`` is made once: with `--dist loadgroup` all that use it run in one worker.
+@pytest.mark.xdist_group("quick")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "name", ["tensor-2", "tensor-2-sequence", "pipeline-2", "interleaved-4", "experts-allgather", "experts-alltoall"]
@@ -115,12 +117,14 @@ def test_a_gpt_trains_to_the_same_bits(quick_results: list[Any], name: str) -> N
     _check_training(name, results, QUICK_STEPS)
 
 
+@pytest.mark.xdist_group("quick")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("what", ["bits", "messages", "copied", "reductions", "second derivatives", "cross entropy"])
 def test_linear_layers(quick_results: list[Any], what: str) -> None:
     assert [wrong[what] for _, wrong in quick_results[:2]] == [[], []]
 
 
+@pytest.mark.xdist_group("quick")
 @pytest.mark.timeout(600)
 def test_modules_with_pipelines_of_their_own(quick_results: list[Any]) -> None:
     """Megatron's communicator of several modules makes one of ours for the pipeline of each."""
@@ -506,9 +510,12 @@ def test_a_subclass_of_the_communicator_stays_its_owner_s(
     assert line.endswith("Mine, which is not Megatron's: it stays")
 
 
-def _with_output_dtype(function: Any, default: bool) -> Any:
-    """The function with the last argument that Megatron 0.20 adds, which only records it."""
-    signature = inspect.signature(function)
+def _with_output_dtype(function: Any, default: bool, like: Any = None) -> Any:
+    """The function with the last argument that Megatron 0.20 adds; ``like`` is a method that has its arguments."""
+    signature = inspect.signature(like or function)
+    signature = signature.replace(
+        parameters=[p for p in signature.parameters.values() if not (like and p.name == "ctx")]
+    )
     last = inspect.Parameter("output_dtype", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     last = last.replace(default=None) if default else last
 
@@ -528,8 +535,9 @@ def test_the_linear_functions_of_the_next_release(theirs: SimpleNamespace, monke
         pytest.skip("0.20 follows 0.19")
     for function, linear_class in (megatron._LINEAR, megatron._FROZEN):
         monkeypatch.setattr(theirs.layers, function, _with_output_dtype(getattr(theirs.layers, function), True))
-        forward = _with_output_dtype(getattr(theirs.layers, linear_class).forward, False)
-        apply = _with_output_dtype(getattr(theirs.layers, linear_class).apply, True)
+        original = getattr(theirs.layers, linear_class)
+        forward = _with_output_dtype(original.forward, False)
+        apply = _with_output_dtype(original.apply, True, like=original.forward)
         fake = type(linear_class, (), {"forward": staticmethod(forward), "apply": staticmethod(apply)})
         monkeypatch.setattr(theirs.layers, linear_class, _own(fake))
     assert not [line for line in megatron.patch(strict=True).kept if "megatron.core" in line]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from jobs import run_job
 from leftovers import nothing_left
 
@@ -230,6 +231,7 @@ def kinds_of_numbers(rank: int, settings: dict[str, Any], checked: bool) -> tupl
     """Rank 0 has an integer tensor for a receiver of floats; the text of each rank's error, and its seconds."""
     c, whole = communicator(**settings), torch.ones(3, 2, dtype=torch.int32)
     with p2p.check(checked):
+        dist.barrier()  # a rank that starts late would be waited for, too
         started = time.monotonic()
         try:
             if rank == 0:
