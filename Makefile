@@ -8,7 +8,6 @@ unexport PYTHONDONTWRITEBYTECODE
 # A test of ranks leaves cores idle while they wait for each other: two files at a time, in order, as files of few long
 # tests would otherwise come last, on one core. WORKERS= runs them one by one.
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
-GROUPED := $(WORKERS:loadfile=loadgroup)
 # Triton 3.6's interpreter of kernels breaks with a newer numpy.
 oldest := torch==2.11.0 triton==3.6.0 'numpy<2.4'
 newest := torch
@@ -42,7 +41,7 @@ demo: $(READY)  ## trains a small transformer on two ranks
 # An interpreter of yours has the Megatron that it has; here the oldest release is installed, and the newest tested as well.
 test: $(READY) $(PEERS) $(MEGATRON:%=.megatron/%)  ## runs the tests, without the slow ones
 	$(PY) -m pytest -m "not slow" -q $(WORKERS) $(if $(MEGATRON),--megatron $(firstword $(megatrons))) $(DURATIONS:%=--durations=%)
-	$(if $(MEGATRON),$(PY) -m pytest tests/integrations/test_megatron.py -m "not slow" -q $(GROUPED) --megatron $(MEGATRON))
+	$(if $(MEGATRON),$(PY) -m pytest tests/integrations/test_megatron.py -m "not slow" -q --megatron $(MEGATRON))
 
 # Every release in a process of its own; all of them run, whichever fails.
 test-megatron: $(READY) $(PEERS) $(unpacked)  ## tests every known release of Megatron

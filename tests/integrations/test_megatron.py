@@ -105,8 +105,6 @@ def quick_results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return _jobs(quick, 4, str(tmp_path_factory.mktemp("quick")))
 
 
-# ``quick_results`` is made once: with `--dist loadgroup` all that use it run in one worker.
-@pytest.mark.xdist_group("quick")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "name", ["tensor-2", "tensor-2-sequence", "pipeline-2", "interleaved-4", "experts-allgather", "experts-alltoall"]
@@ -117,14 +115,12 @@ def test_a_gpt_trains_to_the_same_bits(quick_results: list[Any], name: str) -> N
     _check_training(name, results, QUICK_STEPS)
 
 
-@pytest.mark.xdist_group("quick")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("what", ["bits", "messages", "copied", "reductions", "second derivatives", "cross entropy"])
 def test_linear_layers(quick_results: list[Any], what: str) -> None:
     assert [wrong[what] for _, wrong in quick_results[:2]] == [[], []]
 
 
-@pytest.mark.xdist_group("quick")
 @pytest.mark.timeout(600)
 def test_modules_with_pipelines_of_their_own(quick_results: list[Any]) -> None:
     """Megatron's communicator of several modules makes one of ours for the pipeline of each."""
