@@ -107,8 +107,8 @@ class JobStore:
         self.unmet: dict[str, Any] = {}
         self.callers: set[int] = set()
         self._stale: dict[str, list[str]] = {}
-        self._orphans: list[tuple[frozenset[int], list[str], int]] = []
-        self._rounds = 0
+        self._orphans: list[tuple[frozenset[int], list[str]]] = []
+        self._seen: list[tuple[frozenset[int], list[str]]] = []
         self._channels: dict[str, tuple[weakref.ref[Any], int]] = {}
         self._tokens = 0
         self._is_published = False
@@ -199,21 +199,23 @@ class JobStore:
     def orphan(self, ranks: Sequence[int], keys: list[str]) -> None:
         """Take over the stale keys of a group that is gone, over these ranks; ``delete_orphans`` deletes them."""
         if keys:
-            self._orphans.append((frozenset(ranks), keys.copy(), self._rounds))
+            self._orphans.append((frozenset(ranks), keys.copy()))
             keys.clear()
 
     def delete_orphans(self, ranks: Sequence[int]) -> None:
         """Delete keys of groups whose ranks have all come to a call over ``ranks``, and to one more before it."""
-        if not self._orphans:
+        if not self._orphans and not self._seen:
             return
-        # A thread of another rank may still be about to read a verdict while a second thread makes the first such call.
-        self._rounds += 1
         present = frozenset(ranks)
-        for orphan in [each for each in self._orphans if each[0] <= present and each[2] < self._rounds - 1]:
-            self._orphans.remove(orphan)
+        for orphan in [each for each in self._seen if each[0] <= present]:
+            self._seen.remove(orphan)
             for key in orphan[1]:
                 if not (key.endswith("/open") and self.get(key)):  # a group of the same name has opened it again
                     self.delete(key)
+        # A thread of another rank may still be about to read a verdict while a second thread makes the first such call.
+        for orphan in [each for each in self._orphans if each[0] <= present]:
+            self._orphans.remove(orphan)
+            self._seen.append(orphan)
 
     def channel(self, name: str, ends: Sequence[int], group: Any) -> str:
         """Return the prefix of the keys of a channel, for transfers from global rank ``ends[0]`` to ``ends[1]``."""

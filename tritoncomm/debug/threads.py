@@ -4,15 +4,15 @@ import os
 import sys
 import threading
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
-import torch
+import torch.autograd.graph
+
+from tritoncomm.debug.sites import OURS, source_of
 
 __all__ = ["others_may_call"]
 
-_HERE = str(Path(__file__).parents[1]) + os.sep
-_ENGINE = str(Path(torch.__path__[0]) / "autograd" / "graph.py")
+_ENGINE = torch.autograd.graph.__file__
 _EXECUTOR = os.path.join("concurrent", "futures", "thread.py")
 
 
@@ -30,7 +30,10 @@ def others_may_call(callers: Collection[int], in_helper: bool) -> bool:
         for each in threading.enumerate()
         if each.ident in frames and each.ident != own and (each.ident in callers or not each.daemon)
     ]
-    found = any(not _awaits_a_thread(frame) and not (in_helper and _is_ours(frame)) for frame in others)
+    found = any(
+        not _awaits_a_thread(frame) and not (in_helper and source_of(frame.f_code.co_filename) == OURS)
+        for frame in others
+    )
     # This frame is in the dict: the circle would keep the frames of all threads, and their tensors.
     frames.clear()
     others.clear()
@@ -45,8 +48,3 @@ def _awaits_a_thread(frame: Any) -> bool:
         return frame.f_locals.get("timeout") in (None, -1)
     # The main thread in ``backward()``, whose hooks run in this thread; an idle thread of a pool.
     return file == _ENGINE or file.endswith(_EXECUTOR)
-
-
-def _is_ours(frame: Any) -> bool:
-    """Whether the innermost frame is a function of this package."""
-    return frame.f_code.co_filename.startswith(_HERE)
