@@ -219,14 +219,14 @@ class Hop:
 
         Args:
             wires: the packed sends that have elements; emptied here.
-            batched: post messages that are not between CPUs as one batch.
+            batched: post messages that occupy a stream as one batch.
         """
-        # Between CPUs, where a send occupies no stream, a message is posted right behind its header.
+        # Between CPUs and through the host, where a send occupies no stream, a message follows right behind its header.
         directions = self.neighbours.directions[bool(batched)]
 
         def start(key: str) -> None:
-            """Post the message of ``key`` if it is between CPUs and has elements."""
-            if device.type == "cpu" and key in wires:
+            """Post the message of ``key`` if it occupies no stream and has elements."""
+            if key in wires and (device.type == "cpu" or directions[key].modes[True] == "host"):
                 self.posted[key] = post_one(directions[key], self.name, wires.pop(key))
 
         try:
