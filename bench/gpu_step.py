@@ -47,9 +47,14 @@ class Profiler:
         register_optimizer_step_post_hook(lambda *_: profiler.step())
 
     def _write(self, profiler: profile) -> None:
-        events = profiler.events() or ()
-        times = [(each.name, each.self_device_time_total) for each in events if each.device_type is DeviceType.CUDA]
+        times = times_on(DeviceType.CUDA, profiler.events() or ())
         (self.folder / f"{os.getpid()}.json").write_text(json.dumps(times))
+
+
+def times_on(device: DeviceType, events: Iterable[Any]) -> list[tuple[str, float]]:
+    """Name and microseconds of every event of a device."""
+    # Every event has a DeviceType object of its own, so that ``is`` finds none.
+    return [(each.name, each.self_device_time_total) for each in events if each.device_type == device]
 
 
 def shares(times: Iterable[tuple[str, float]]) -> dict[str, float]:

@@ -9,6 +9,8 @@ from typing import Any
 import gpu_run
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from bench import gpu_bench, gpu_ranks, gpu_step, guard, report, timing
 from bench.device import GRACE_S, Device, gpu_main
@@ -154,6 +156,14 @@ def test_device_time_is_shared_out_by_owner(capsys: pytest.CaptureFixture[str]) 
     assert gpu_step.report([owners, owners], 0.0, settings, dry=True) == 0
     assert "1.5 us of a step on a rank,  30.0% of its device time" in capsys.readouterr().out
     assert gpu_step.report([owners, owners], 1.0, settings, dry=True) == 1
+
+
+def test_events_of_a_device_are_found() -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        torch.ones(3).add(1)
+    names = {name for name, _ in gpu_step.times_on(DeviceType.CPU, profiler.events() or ())}
+    assert {"aten::ones", "aten::add"} <= names
+    assert not gpu_step.times_on(DeviceType.CUDA, profiler.events() or ())
 
 
 @pytest.mark.slow
