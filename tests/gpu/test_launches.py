@@ -131,6 +131,29 @@ def test_streams(device: Device, name: str) -> None:
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("name", LOCAL)
+def test_local_steps_do_not_wait(device: Device, name: str) -> None:
+    """The first call compiles; later ones, new sizes among them, only enqueue."""
+    x, fresh = inputs(device)
+    LOCAL[name](x)
+    with device.waits_are_errors():
+        LOCAL[name](fresh)
+        ops.pack(fresh, 1, 3, (90, 5, 1))
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_mappings_do_not_wait(device: Device, one_rank: ProcessGroup, name: str) -> None:
+    """Forward, backward and a resharding of many tensors; no call waits for the device, which is busy."""
+    x = inputs(device)[0].float().requires_grad_()
+    gradient = torch.ones_like(ONE_RANK[name](x, one_rank))
+    many = [x.detach() + n for n in range(40)]
+    resharded(many, one_rank)
+    device.busy()
+    with device.waits_are_errors():
+        ONE_RANK[name](x, one_rank).backward(gradient)
+        resharded(many, one_rank)
+
+
 @pytest.mark.parametrize("world", [3, 24])
 def test_sizes_on_two_streams(device: Device, world: int) -> None:
     """Sizes met first on a stream that is busy, and again at once on one that is idle."""
@@ -165,14 +188,14 @@ def test_hooks(device: Device, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape"), [(torch.bfloat16, (524288, 8194)), (torch.int8, (262144, 16386))], ids=["bfloat16", "int8"]
+    ("dtype", "shape"), [(torch.bfloat16, (524288, 8196)), (torch.int8, (262144, 16388))], ids=["bfloat16", "int8"]
 )
 def test_accesses_beyond_32_bits(device: Device, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """More than 2**31 accesses, because rows that are odd in length leave 2 or 1 bytes to each."""
+    """More than 2**31 accesses, because runs of an odd length leave 2 or 1 bytes to each."""
     device.require(40)
-    rows, cols = shape = device.pick((8, 34), shape)
+    rows, cols = shape = device.pick((8, 36), shape)
     x = random_bits(shape, dtype, 0, device.at)
-    wire = ops.pack(x, 1, 2)[0].view(2, rows, cols // 2)
-    for rank, shard in enumerate(x.chunk(2, 1)):
+    wire = ops.pack(x, 1, 4)[0].view(4, rows, cols // 4)
+    for rank, shard in enumerate(x.chunk(4, 1)):
         assert torch.equal(bits(wire[rank]), bits(shard)), rank
-    assert torch.equal(bits(ops.unpack(wire, shape, 1, 2)[0]), bits(x))
+    assert torch.equal(bits(ops.unpack(wire, shape, 1, 4)[0]), bits(x))

@@ -28,7 +28,7 @@ WORLDS = [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pyte
 
 def run_mappings(rank: int, group: ProcessGroup, device: Device) -> None:
     for dtype, call in itertools.product(DTYPES, MAPPINGS.values()):
-        asked = replace(call, shape=(8, 2, 16), dtype=dtype, kind="leaf", path=device.path)
+        asked = replace(call, shape=(8, 8, 16), dtype=dtype, kind="leaf", path=device.path)
         assert_right(group, asked, device=device.at)
 
 

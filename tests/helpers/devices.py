@@ -60,6 +60,10 @@ class Device:
     def busy(self) -> None:
         """Keep the current stream busy for a while."""
 
+    def waits_are_errors(self) -> AbstractContextManager[Any]:
+        """Where the host waits for the device inside, an error is raised."""
+        return nullcontext()
+
     def side_stream(self) -> AbstractContextManager[Any]:
         """Another stream, behind what the current one has so far; work inside goes to it, and is over afterwards."""
         return nullcontext()
@@ -120,6 +124,14 @@ class Cuda(Device):
 
     def busy(self) -> None:
         torch.cuda._sleep(SLEEP)
+
+    @contextmanager
+    def waits_are_errors(self) -> Iterator[None]:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
     def side_stream(self) -> AbstractContextManager[Any]:
         side = torch.cuda.Stream()
