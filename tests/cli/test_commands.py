@@ -493,10 +493,11 @@ def test_doctor_says_whether_torch_records_what_hangs_on_the_device(monkeypatch:
     assert one.advice == "does nothing without TRITONCOMM_FLIGHT"
 
 
-def test_doctor_does_not_ask_to_unset_what_torchrun_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_does_not_ask_to_unset_what_torchrun_and_images_set(monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun = {"TORCHELASTIC_RUN_ID": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_NCCL_BLOCKING_WAIT": "1"}
-    noted = found(monkeypatch, **torchrun)
+    noted = found(monkeypatch, NCCL_VERSION="2.28.3-1", **torchrun)
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in noted
+    assert "NCCL_VERSION" not in noted, "an image's, which NCCL does not read"
     assert noted["TORCH_NCCL_BLOCKING_WAIT"].level == "note"
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert found(monkeypatch)["TORCH_NCCL_ASYNC_ERROR_HANDLING"].level == "note"
@@ -533,9 +534,11 @@ def test_doctor_looks_at_gpus_and_links(monkeypatch: pytest.MonkeyPatch) -> None
     told = found(monkeypatch, TRITON_INTERPRET="1")
     assert "NVIDIA X, 80 GiB, 132 SMs, sm_90" in told["GPU 1"].value
     assert (told["kernels on sm_90"].level, told["kernels on sm_90"].value) == (
-        "note", "compiled for it in tests; never run on it",
+        "ok", "tests and benchmarks ran on an H200",
     )  # fmt: skip
-    gpu.minor = 7
+    gpu.major = 8
+    assert found(monkeypatch)["kernels on sm_80"].value == "compiled for it in tests; never run on it"
+    gpu.major, gpu.minor = 9, 7
     assert found(monkeypatch)["kernels on sm_97"].value.startswith("tests compile for sm_80, sm_89, sm_90")
     assert told["peer access"].value == "not between GPUs 0-1"
     assert told["tuned table"].value.startswith("none for NVIDIA X")

@@ -33,6 +33,7 @@ __all__ = ["Finding", "compute_mode", "examine"]
 NEEDED = {"torch": (2, 11)}
 OPEN_FILES = 256
 """Files that a rank may have open beside a socket for every other rank."""
+_RUN = {"sm_90": "H200"}  # architectures on which the GPU tests passed
 VARIABLES = (
     "TRITONCOMM_PATH", "TRITONCOMM_TABLE", "TRITONCOMM_CHECK", "TRITONCOMM_FLIGHT", "TRITONCOMM_FLIGHT_SIGNALS",
     "TRITONCOMM_STRICT",
@@ -83,6 +84,8 @@ def examine(self_test: bool = True) -> Iterator[Finding]:
     for name in sorted(os.environ):
         if name == "TORCH_NCCL_ASYNC_ERROR_HANDLING" and "TORCHELASTIC_RUN_ID" in os.environ:
             continue  # torchrun sets it
+        if name == "NCCL_VERSION":
+            continue  # NVIDIA's images set it, and NCCL does not read it
         if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_")) and name not in VARIABLES:
             yield Finding(name, os.environ[name], "note", "unset it unless you know why it is there")
     for name, advice in variables.unknown().items():
@@ -211,6 +214,9 @@ def _gpus(gpus: Sequence[Any]) -> Iterator[Finding]:
         size = f"{gpu.total_memory / 2**30:.0f} GiB, {gpu.multi_processor_count} SMs"
         yield Finding(f"GPU {index}", f"{gpu.name}, {size}, {architecture(gpu)}")
     for name in sorted({architecture(gpu) for gpu in gpus}):
+        if name in _RUN:
+            yield Finding(f"kernels on {name}", f"tests and benchmarks ran on an {_RUN[name]}")
+            continue
         tested = "compiled for it in tests" if name in TARGETS else f"tests compile for {', '.join(TARGETS)} only"
         yield Finding(f"kernels on {name}", f"{tested}; never run on it", "note", "`make gpu` of a checkout runs them")
 
