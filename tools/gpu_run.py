@@ -7,7 +7,7 @@ if these fail, because wrong kernels are not worth timing.
 that process any more, and a collective that a rank has left never ends. So pytest runs in a process of its own, with
 this file as its plugin, which writes down every test that begins or ends. A process that dies, or whose test takes too
 long, is replaced by another that goes on with the next test. One line per test function, and every failure, is printed
-as soon as it is known. ``gpu_<run>.json`` in $OUT, when that is set, is written as often.
+as soon as it is known. ``tests_<run>.json`` in $OUT, when that is set, is written as often.
 
 Exits 0 when everything ran and passed; tests that this machine cannot run are listed with the reason. Exits 1 when
 something failed or never ran, 2 without a CUDA device, 3 when nothing failed and the time was over before the end.
@@ -511,7 +511,7 @@ def run_tests(run: str, name: str, device: str, only: str, budget: float | None)
 
     def save(results: list[dict[str, Any]]) -> None:
         if out := os.environ.get("OUT"):
-            write_json(f"{out}/gpu_{run}.json", {**content, "tests": results})
+            write_json(f"{out}/tests_{run}.json", {**content, "tests": results})
 
     with tempfile.TemporaryDirectory() as folder:
         progress, log = Progress(Path(folder) / "progress"), Path(folder) / "log"

@@ -207,7 +207,7 @@ def test_the_command_needs_nothing_but_pytest(tmp_path: Path, name: str, only: s
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\n1 passed, 0 failed, 0 skipped, " in done.stdout
-    (written,) = json.loads((tmp_path / f"gpu_{name}.json").read_text())["tests"]
+    (written,) = json.loads((tmp_path / f"tests_{name}.json").read_text())["tests"]
     assert (written["outcome"], only in written["test"]) == ("passed", True)
 
 
