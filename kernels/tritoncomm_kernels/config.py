@@ -9,15 +9,16 @@ import torch
 
 from tritoncomm_kernels import tables
 
-_TILE, _SEGMENT = 8192, 512
-# Bytes of a tile and of a row's segment for narrow accesses. Instructions bound them, so longer segments share a row's
-# address. Every access needs registers, and unpack needs more: its addresses on the strided side wait for the loads.
-_NARROW_TILES = {
-    ("pack", 4): (8192, 1024), ("pack", 2): (8192, 1024), ("pack", 1): (4096, 512),
-    ("unpack", 4): (8192, 1024), ("unpack", 2): (4096, 1024), ("unpack", 1): (2048, 512),
+# Bytes of a tile and of a row's segment, and warps: within 2 % of the best that `tune` found on an H200. Instructions
+# bound narrow accesses, so longer segments share a row's address. Every access needs registers, and unpack needs more:
+# its addresses on the strided side wait for the loads.
+_TILES = {
+    ("pack", 16): (8192, 256, 4), ("pack", 8): (8192, 4096, 8), ("pack", 4): (8192, 4096, 8),
+    ("pack", 2): (2048, 1024, 4), ("pack", 1): (2048, 512, 4),
+    ("unpack", 16): (8192, 256, 4), ("unpack", 8): (8192, 512, 4), ("unpack", 4): (8192, 1024, 4),
+    ("unpack", 2): (4096, 1024, 4), ("unpack", 1): (2048, 512, 4),
 }  # fmt: skip
-_WARPS = 4
-_REDUCE_ELEMENTS = 2048
+_SUM = 16, 512, 4  # bytes of a part for each thread; the second is not used
 # Threads of a warp where no device is asked. AMD's CDNA has 64: twice the tile for as many loads in flight.
 LANES = 64 if torch.version.hip else 32
 
@@ -66,7 +67,7 @@ def config_for(
         lanes: threads of its warps.
 
     Example:
-        ``config_for("pack", 16, 4096, 8192)`` is 16 rows of 512 bytes; for one row it is 1 row of 8192 bytes.
+        ``config_for("pack", 16, 4096, 8192)`` is 32 rows of 256 bytes; for one row it is 1 row of 8192 bytes.
     """
     tuned = _tuned(device_name, sm_count, op, unit_bytes)[0]
     tile, segment, warps = default_candidate(op, unit_bytes, lanes)
@@ -106,10 +107,11 @@ def tile_for(
 
 def default_candidate(op: str, unit_bytes: int, lanes: int = LANES) -> tuple[int, int, int]:
     """Return ``tile_bytes``, ``segment_bytes`` and ``num_warps`` without a table, for warps of ``lanes``."""
-    if op == "reduce":  # at least 16 bytes a thread, and not more than its registers hold
-        return max(min(_REDUCE_ELEMENTS * unit_bytes, _TILE), 16 * lanes * _WARPS), _SEGMENT, _WARPS
-    tile, segment = _NARROW_TILES.get((op, unit_bytes), (_TILE, _SEGMENT))
-    return tile * lanes // 32, segment, _WARPS
+    if op == "reduce":
+        each, segment, warps = _SUM
+        return each * lanes * warps, segment, warps
+    tile, segment, warps = _TILES[op, unit_bytes]
+    return tile * lanes // 32, segment, warps
 
 
 def origin_of(op: str, unit_bytes: int, device_name: str | None, sm_count: int = 0) -> str:

@@ -252,9 +252,11 @@ def tile_on(
         tile = tile_for(op, unit_bytes, outer, cols_bytes, _INTERPRETED_TILE, _INTERPRETED_TILE, Config.num_warps)
     else:
         tile = config_for(op, unit_bytes, outer, cols_bytes, **device_key(device), lanes=lanes_of(device))
-    # A thread of narrow units has many addresses, which take registers: half the rows, if they are long.
+    # A thread of narrow units has many addresses, which take registers: fewer rows, if they are long. The addresses of
+    # unpack wait for the loads, and take more.
     if addresses_are_long and unit_bytes <= 2:
-        return replace(tile, block_rows=max(tile.block_rows // 2, 1))
+        most = (8 if op == "unpack" else 16) * unit_bytes * 32 * tile.num_warps
+        return replace(tile, block_rows=max(min(tile.block_rows, most // tile.block_cols), 1))
     return tile
 
 

@@ -36,9 +36,9 @@ from tritoncomm_kernels.segments import (
 __all__ = ["SegmentCall", "copy_segments", "gather_segments", "scatter_segments"]
 
 _BITS = (torch.int64, torch.int64, torch.int32, torch.int16, torch.int8)  # behind the units of 16 bytes to 1
-_WARPS = 4
+_WARPS = 256 // LANES
 _ALIGNMENTS = 16  # of the addresses that a SegmentCall keeps launches for
-_CAST_UNITS, _SUM_UNITS = 8 * LANES, 4 * LANES  # of 16 bytes of the smaller type, or of one element, at a time
+_CAST_UNITS, _SUM_UNITS = 512, 256  # of 16 bytes of the smaller type, or of one element, at a time
 
 _Kind = tuple[torch.dtype, torch.dtype, torch.dtype] | None  # of tensors, in the wire, of the arithmetic; or copies
 

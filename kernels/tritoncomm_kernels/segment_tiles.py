@@ -19,7 +19,7 @@ __all__ = ["BLOCKS", "Array", "Work", "divide", "joined", "wire_aligned"]
 Array = np.ndarray[Any, np.dtype[Any]]
 
 BLOCKS = tuple(LANES * units for units in (16, 32, 32, 32, 32))  # units of 16 to 1 bytes that a program copies at once
-_MOST, _LEAST = 32 * 1024, 8 * 1024  # bytes of a program, if there are enough for every multiprocessor
+_MOST, _LEAST = 16 * 1024, 8 * 1024  # bytes of a program, if there are enough for every multiprocessor
 _PROGRAMS = 16  # programs that one multiprocessor holds at a time
 _SMALL = 16  # a record below 1/16 of a program's bytes is small: it is not split, and a program has at most 16 of them
 _ROW_UNITS = 1 << 14  # longest row of a record, so that i * magic >> 31 is i // row for every i < 1 << 16
@@ -147,7 +147,7 @@ def divide(
         rows_align, wire_align: addresses modulo 16 of the tensors; of the wire, ``[1]``, or of every tensor's target.
 
     Example:
-        On 4 multiprocessors two segments of 1 MiB and 32 of 64 bytes are 65 programs, at most one of the 32 in each.
+        On 4 multiprocessors two segments of 1 MiB and 32 of 64 bytes are 129 programs, at most one of the 32 in each.
     """
     sides = _Sides(itemsizes is None, *(itemsizes or (1, 1)), rows_align, wire_align)
     records = _with_units(_records(rows), sides)

@@ -242,7 +242,7 @@ def test_reduce_of_odd_lengths(
 
 @pytest.mark.parametrize(
     ("sizes", "table", "tiles"),
-    [((64,) * 16, False, 16), ((64,) * 17, True, 17), ((16,) * 128, True, 128), ((7168, *(16,) * 63), True, 63 + 14)],
+    [((64,) * 16, False, 16), ((64,) * 17, True, 17), ((16,) * 128, True, 128), ((7168, *(16,) * 63), True, 63 + 28)],
     ids=["16-ranks", "17-ranks", "short", "hot"],
 )
 def test_split_sizes_have_one_program_per_tile(sizes: tuple[int, ...], table: bool, tiles: int) -> None:

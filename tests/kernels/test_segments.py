@@ -350,7 +350,7 @@ def test_programs_have_as_many_bytes() -> None:
     assert (int(counts.min()), int(counts.max())) == (15, 16)
     two = [(i, 0, 1, 2**20, 2**20, i * 2**20) for i in range(2)]
     mixed = work([*two, *((2, 64 * i, 1, 64, 64, 2**21 + 64 * i) for i in range(32))], 4)
-    assert mixed.programs == 65
+    assert mixed.programs == 129
     assert int(mixed.shares.max() - mixed.shares.min()) <= 256
     assert int(np.diff(mixed.starts).max()) <= 3
 

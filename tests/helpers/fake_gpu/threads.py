@@ -203,10 +203,11 @@ class _Run:
                 self._store(space, address + i * width, self.read(target, kind)[active], width, active)
 
     def _move_matrices(self, instruction: Instruction, active: Array) -> None:
-        """8 x 8 matrices of 16 bits: thread t has columns 2 (t % 4) and the next of row t // 4, whose address is in
-        thread t // 4 of the matrix's eighth of the warp."""
+        """8 x 8 matrices of 16 bits: thread t has columns 2 (t % 4) and the next of row t // 4, with ``trans`` rows
+        2 (t % 4) and the next of column t // 4. The address of row r is in thread r of the matrix's eighth of the warp.
+        """
         name, _, _, shape, number, *rest = instruction.operation.split(".")
-        if shape != "m8n8" or "trans" in rest or not active.all():
+        if shape != "m8n8" or not active.all():
             raise PtxError(f"unknown instruction {instruction.operation}")
         at, registers = (1, 0) if name == "ldmatrix" else (0, 1)
         lane, address = np.arange(self.count), self._address(instruction.operands[at])
@@ -214,11 +215,16 @@ class _Run:
             raise PtxError(f"{instruction.operation} at an address that is no multiple of 16")
         names = instruction.operands[registers].strip("{} ").replace(",", " ").split()
         for i, register in enumerate(names[: int(number[1:])]):
-            place = address[lane // 32 * 32 + 8 * i + lane % 32 // 4] + 4 * (lane % 4)
+            first, row, pair = lane // 32 * 32 + 8 * i, lane % 32 // 4, 2 * (lane % 4)
+            places = [address[first + pair + j] + 2 * row if "trans" in rest else address[first + row] + 2 * (pair + j)
+                      for j in (0, 1)]  # fmt: skip
             if name == "ldmatrix":
-                self._write(register, self._load("shared", place, 4, active), active)
+                low, high = (self._load("shared", place, 2, active).astype(np.uint32) for place in places)
+                self._write(register, low | high << 16, active)
             else:
-                self._store("shared", place, self.read(register, "b32"), 4, active)
+                for j, place in enumerate(places):
+                    half = (self.read(register, "b32") >> 16 * j).astype(np.uint16)
+                    self._store("shared", place, half, 2, active)
 
     def _load(self, space: str, address: Array, width: int, active: Array) -> Array:
         if space == "shared":
