@@ -234,7 +234,16 @@ def _section(name: str, content: dict[str, Any]) -> str:
     versions = ", ".join(f"{key} {value}" for key, value in content["versions"].items())
     runs = f"; the median of {content['runs']} runs" if content.get("runs", 1) > 1 else ""
     made = f"Measured with {versions}{runs}. Unit: {content.get('unit', 'microseconds')}."
-    return "\n".join([f"## {name}", "", _about(name.split("/")[1]), "", made, "", *_table(rows), ""])
+    tables = [line for some in _by_operation(rows) for line in (*_table(some), "")]
+    return "\n".join([f"## {name}", "", _about(name.split("/")[1]), "", made, "", *tables])
+
+
+def _by_operation(rows: Rows) -> list[Rows]:
+    """Rows by what they do, if they say so: operations have other peers, and a table of all has dozens of columns."""
+    by: dict[str, Rows] = {}
+    for row in rows:
+        by.setdefault(row.get("case", {}).get("op", ""), []).append(row)
+    return list(by.values())
 
 
 def _about(part: str) -> str:
@@ -254,8 +263,14 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     limited, shared = any("limit" in row for row in rows), any("share_of_roof" in row for row in rows)
     counted = list(dict.fromkeys(label for row in rows for label in counts(row, providers)))
     shown = {name: f"`{name}`" if "[" in name else name for name in providers}  # fn[grid](...) would be a link
+    timed = providers
+    if shared:  # times of the peers follow from the ratios
+        timed, peers = (
+            [each for each in providers if each in ("ours", "roof")],
+            [each for each in peers if each != "roof"],
+        )
     enqueued = "enqueue" in providers
-    heads = ["row", *(f"{shown[name]}, us" for name in providers), *(f"ours / {shown[peer]}" for peer in peers)]
+    heads = ["row", *(f"{shown[name]}, us" for name in timed), *(f"ours / {shown[peer]}" for peer in peers)]
     heads += (
         ["ours / megatron, with enqueue"] * enqueued + ["limit"] * limited + ["share of the roof", "target"] * shared
     )
@@ -264,7 +279,7 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield "|---|" + "---:|" * (len(heads) - 1)
     for row in rows:
         cells = [row["row"]]
-        cells += [f"{row['us'][provider]['p20']:.1f}" if provider in row["us"] else "-" for provider in providers]
+        cells += [f"{row['us'][provider]['p20']:.1f}" if provider in row["us"] else "-" for provider in timed]
         cells += [_ratio(row, peer) for peer in peers]
         if enqueued:
             cells.append(f"{_with_enqueue(row):.2f}" if "enqueue" in row["us"] else "-")
