@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import pickle
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -69,7 +68,7 @@ class Pool:
         self._size, self._backend, self._gpus, self._limit = size, backend, gpus, limit
         self._env = {"TRITON_INTERPRET": "0" if gpus else "1", **(env or {})}
         self._workers: list[tuple[BaseProcess, Connection]] = []
-        self._stores: list[str] = []
+        self._store: Any = None
         self.started = 0
 
     def run(
@@ -96,8 +95,7 @@ class Pool:
         for process, _ in self._workers:
             process.join()
         self._workers = []
-        while self._stores:
-            Path(self._stores.pop()).unlink(missing_ok=True)
+        self._store = None
 
     def _start(self) -> None:
         if self._workers:
@@ -105,21 +103,20 @@ class Pool:
         self.started += 1
         context: Any = multiprocessing.get_context("forkserver")  # torch is imported once, not eight times
         context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
-        handle, store = tempfile.mkstemp(prefix="tritoncomm-pool-")
-        os.close(handle)
+        # As torchrun's agent does, this process keeps the store: it outlives any rank.
+        import torch.distributed as dist
+
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with mock.patch.dict(os.environ, self._env):  # of the server, which may import the main module first
             for rank in range(self._size):
                 ours, theirs = context.Pipe()
                 options = (self._size, self._backend, self._env, self._gpus, self._limit)
-                arguments = (rank, theirs, store, list(sys.path), *options)
+                arguments = (rank, theirs, self._store.port, list(sys.path), *options)
                 process = context.Process(target=_work, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
                 self._workers.append((process, ours))
-        try:
-            self._collect(range(self._size), "start", START_SECONDS)
-        finally:
-            self._stores.append(store)
+        self._collect(range(self._size), "start", START_SECONDS)
 
     def _collect(self, ranks: Sequence[int], what: str, timeout: float) -> list[Any]:
         results: dict[int, Any] = {}
@@ -154,7 +151,7 @@ class Pool:
 def _work(
     rank: int,
     connection: Connection,
-    store: str,
+    port: int,
     path: list[str],
     size: int,
     backend: str,
@@ -177,7 +174,7 @@ def _work(
             torch.cuda.set_device(rank % gpus)
             bound = {"device_id": torch.device("cuda", rank % gpus)} if backend == "nccl" else {}
         options = {"rank": rank, "world_size": size, "timeout": limit, **bound}
-        meeting = dist.FileStore(store, size)
+        meeting = dist.TCPStore("127.0.0.1", port, is_master=False)
         meeting.set(f"here/{rank}", "")
         meeting.wait([f"here/{each}" for each in range(size)], timedelta(seconds=START_SECONDS))
         dist.init_process_group(backend, store=meeting, **options)
