@@ -9,9 +9,9 @@ import torch
 
 from tritoncomm_kernels import tables
 
-# Bytes of a tile and of a row's segment, and warps: within 2 % of the best that `tune` found on an H200. Instructions
-# bound narrow accesses, so longer segments share a row's address. Every access needs registers, and unpack needs more:
-# its addresses on the strided side wait for the loads.
+# Bytes of a tile and of a row's segment, and warps: within 2 % of the best that `tune` found on an H200 without
+# evict_first. Instructions bound narrow accesses, so longer segments share a row's address. Every access needs
+# registers, and unpack needs more: its addresses on the strided side wait for the loads.
 _TILES = {
     ("pack", 16): (8192, 256, 4), ("pack", 8): (8192, 4096, 8), ("pack", 4): (8192, 4096, 8),
     ("pack", 2): (2048, 1024, 4), ("pack", 1): (2048, 512, 4),

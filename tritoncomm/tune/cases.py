@@ -166,12 +166,15 @@ def from_shapes(
 
 
 def sweep(ops: Iterable[str] = OPS) -> list[Case]:
-    """Return the default cases: about 64 MiB for 8 ranks in every unit, and short and long runs."""
+    """Return the default cases: about 64 MiB for 8 ranks in every unit, short and long runs, and 16 and 256 MiB."""
     cases = []
     for op in ("pack", "unpack"):
         for run in (512, 64, 16384, 200, 100, 1026):  # bytes per rank and row: units of 16, 16, 16, 8, 4 and 2
             cases.append(Case(op, max(2**26 // (8 * run), 1), 8 * run // 2, 8, torch.bfloat16, f"runs of {run} bytes"))
         cases.append(Case(op, 2**26 // (8 * 513), 8 * 513, 8, torch.int8, "runs of 513 bytes"))
+        # ``evict_first`` won at 16 MiB and lost at 256 on an H200: one size alone would choose for all.
+        for mib in (16, 256):
+            cases.append(Case(op, mib * 2**20 // (8 * 512), 2048, 8, torch.bfloat16, f"runs of 512 bytes, {mib} MiB"))
     for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.int8):
         cases.append(Case("reduce", 1, 2**23 // dtype.itemsize, 8, dtype, "parts of 8 MiB"))
     return [case for case in cases if case.op in ops]
