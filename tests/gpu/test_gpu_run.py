@@ -95,6 +95,7 @@ def test_a_missing_module_or_test_fails_and_the_others_run(tmp_path: Path) -> No
     assert gpu_run.summary(results) == (["2 passed, 3 failed, 0 skipped"], gpu_run.FAILED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [

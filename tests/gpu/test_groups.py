@@ -150,11 +150,11 @@ def run_checked(group: ProcessGroup, device: Device) -> None:
 
 
 def run_reshardings(group: ProcessGroup, device: Device) -> None:
-    """Rows to columns and back to uneven rows, one tensor and forty; the way back is the gradient's."""
+    """Rows to columns and back to uneven rows, one tensor and several; the way back is the gradient's."""
     world, rank, shape = group.size(), group.rank(), (16, 24)
     uneven = [shape[0] - 3 * (world - 1), *[3] * (world - 1)]
     layouts = [Layout.on_mesh(shape, list(range(world)), [dim]) for dim in (0, 1)] + [Layout.split(shape, 0, uneven)]
-    for count in (1, 40):
+    for count in device.pick((1, 3), (1, 40)):
         for dtype in ("float32", "bfloat16"):
             full = [value(shape, dtype, n).to(device.at) for n in range(count)]
             shards = [[x.chunk(world, dim)[rank] for x in full] for dim in (0, 1)]
@@ -172,9 +172,10 @@ def run_reshardings(group: ProcessGroup, device: Device) -> None:
 def run_ulysses(group: ProcessGroup, device: Device) -> None:
     """Attention with its heads distributed is attention of one process, up to bfloat16's rounding."""
     rank, made = group.rank(), torch.Generator().manual_seed(1)
+    short, others = device.pick(4, 1), group.size() - 1
     for q_heads, kv_heads in ((8, 8), (8, 2), (6, 3)):
-        for sizes in ([64] * group.size(), [100, *[28] * (group.size() - 1)]):
-            shapes = [(2, sum(sizes), n, 64) for n in (q_heads, kv_heads, kv_heads, q_heads)]
+        for sizes in ([64 // short] * group.size(), [100 // short, *[28 // short] * others]):
+            shapes = [(2, sum(sizes), n, 64 // short) for n in (q_heads, kv_heads, kv_heads, q_heads)]
             *full, gradient = (torch.randn(shape, generator=made).to(device.at, torch.bfloat16) for shape in shapes)
             full = [x.requires_grad_() for x in full]
             q, k, v = (x.transpose(1, 2) for x in full)
