@@ -708,6 +708,8 @@ def test_shapes_worlds_and_dtypes_are_combined() -> None:
 
 def test_the_sweep_covers_every_entry_of_a_table() -> None:
     assert {(one.op, one.unit) for one in cases.sweep()} == set(groups())
+    for op in ("pack", "unpack"):  # eviction is chosen by sizes that fit a cache and sizes that do not
+        assert {one.nbytes >> 20 for one in cases.sweep([op]) if one.unit == 16} == {16, 64, 256}
 
 
 def test_published_models() -> None:
