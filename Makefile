@@ -2,6 +2,8 @@
 .DEFAULT_GOAL := help
 BOOTSTRAP ?= python3
 PIP_ARGS ?=
+# pip would compile thousands of files that no run imports; the first import compiles those that one does.
+install = -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS)
 VENV := .venv
 # A run imports the same files in hundreds of processes. Where this is set, each of them would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -39,11 +41,15 @@ demo: $(READY)  ## trains a small transformer on two ranks
 	$(PY) -m tritoncomm demo
 
 # An interpreter of yours has the Megatron that it has; here the oldest release is installed, and the newest tested as well.
-# A GPT is trained with the newest alone: it takes half a minute, and `make test-megatron` trains it with every release.
+# Both run at once, as most of their time is waiting, and the second is shown at the end. A GPT is trained with the newest
+# alone: it takes half a minute, and `make test-megatron` trains it with every release.
 GPT := --deselect tests/integrations/test_megatron.py::test_a_gpt_trains_to_the_same_bits
+NEWEST = $(PY) -m pytest tests/integrations/test_megatron.py -m "not slow" -q --megatron $(MEGATRON)
 test: $(READY) $(PEERS) $(MEGATRON:%=.megatron/%)  ## runs the tests, without the slow ones
-	$(PY) -m pytest -m "not slow" -q $(WORKERS) $(if $(MEGATRON),--megatron $(firstword $(megatrons)) $(GPT)) $(DURATIONS:%=--durations=%)
-	$(if $(MEGATRON),$(PY) -m pytest tests/integrations/test_megatron.py -m "not slow" -q --megatron $(MEGATRON))
+	status=0; $(if $(MEGATRON),$(NEWEST) > .megatron/newest.log 2>&1 & newest=$$!; trap 'kill $$newest; exit 130' INT;) \
+	$(PY) -m pytest -m "not slow" -q $(WORKERS) $(if $(MEGATRON),--megatron $(firstword $(megatrons)) $(GPT)) $(DURATIONS:%=--durations=%) \
+	    || status=1; \
+	$(if $(MEGATRON),wait $$newest || status=1; cat .megatron/newest.log;) exit $$status
 
 # Every release in a process of its own; all of them run, whichever fails.
 test-megatron: $(READY) $(PEERS) $(unpacked)  ## tests every known release of Megatron
@@ -80,9 +86,9 @@ test-all: $(READY) $(PEERS)  ## runs all tests
 # several GB of CUDA libraries. BOOTSTRAP=python3.13 chooses the Python.
 test-oldest test-newest: test-%:  ## runs the tests with other versions
 	$(BOOTSTRAP) -m venv .venv-$*
-	.venv-$*/bin/python -m pip install --quiet $(PIP_ARGS) -e '.[cli,plot,test,bench]' $($*)
-	.venv-$*/bin/python -m pip install --quiet --no-deps megatron-core==$(firstword $(megatrons))
-	.venv-$*/bin/python -m pip install --quiet $(PIP_ARGS) $($*) $(peers)
+	.venv-$*/bin/python $(install) -e '.[cli,plot,test,bench]' $($*)
+	.venv-$*/bin/python $(install) --no-deps megatron-core==$(firstword $(megatrons))
+	.venv-$*/bin/python $(install) $($*) $(peers)
 	.venv-$*/bin/python -m pytest -m "not slow" -q $(WORKERS)
 
 # Random programs of tensor operators on shards, against plain torch.
@@ -154,17 +160,17 @@ gpu-bench: $(READY)  ## runs the benchmarks of a GPU
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BOOTSTRAP) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[cli,plot,test,bench,dev]'
+	$(VENV)/bin/python $(install) -c constraints.txt -e '.[cli,plot,test,bench,dev]'
 	@touch $@
 
 # What benchmarks and the tests of the integrations compare with.
 $(VENV)/.peers: $(VENV)/.ready
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps megatron-core==$(firstword $(megatrons))
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt $(peers)
+	$(VENV)/bin/python $(install) --no-deps megatron-core==$(firstword $(megatrons))
+	$(VENV)/bin/python $(install) -c constraints.txt $(peers)
 	@touch $@
 
 $(VENV)/.site: $(VENV)/.ready
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[site]'
+	$(VENV)/bin/python $(install) -c constraints.txt -e '.[site]'
 	@touch $@
 
 clean:  ## removes the environments and caches

@@ -107,7 +107,8 @@ def test_losses_of_a_pipeline_are_those_of_one_process(layout):
     assert outcome.counters[hop, "view"].bytes_sent > 0
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), pytest.param(4, "float64", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/tensor/test_training.py trains the same layers
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), (4, "float64")])
 def test_losses_of_the_tensor_layer_are_those_of_plain_torch(ranks, dtype):
     outcome = run(Settings(ranks=ranks, dtype=dtype, tensor_layer=True, **SMALL))
     assert len(outcome.losses) == SMALL["steps"]

@@ -79,7 +79,9 @@ def run_one(
     return True
 
 
-@pytest.mark.parametrize(("world", "path"), [(2, "auto"), (4, "auto"), (2, "triton")])
+@pytest.mark.parametrize(
+    ("world", "path"), [(2, "auto"), pytest.param(4, "auto", marks=pytest.mark.slow), (2, "triton")]
+)
 def test_the_bytes_are_those_of_the_real_call(pool: Pool, world: int, path: str) -> None:
     compared = pool.run(run_every_op, path, world=world)
     assert min(compared) > 50

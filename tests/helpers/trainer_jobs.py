@@ -180,6 +180,7 @@ def _join(ranks: Sequence[Mapping[str, str]], sequence: int) -> dist.ProcessGrou
 
 def run_job_of_trainers(ranks: Sequence[Mapping[str, str]], sequence: int, batch: int, evaluated: int) -> Report:
     """A Trainer of rank 0 alone, then one over the job; in a job of two ranks a checkpoint and every misuse, too."""
+    _library()  # which all ranks import at the same time, not one after the other
     with tempfile.TemporaryDirectory() as folder:
         is_first, is_pair = not int(os.environ["PLACE"]), len(ranks) == 2
         alone = _run(_quiet_trainer(), 2, evaluated, folder) if is_first else None

@@ -145,7 +145,7 @@ def special(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch
     return x.to(dtype)
 
 
-@pytest.mark.parametrize("scale", [None, 1.0, 0.1, 0.3, 3.0, -1 / 3, 1e-3])
+@pytest.mark.parametrize("scale", [None, 1.0, 0.3, -1 / 3, 1e-3])
 @pytest.mark.parametrize("target", FLOATS, ids=name_of)
 @pytest.mark.parametrize("source", FLOATS, ids=name_of)
 def test_cast_scale_accumulate(device: Device, source: torch.dtype, target: torch.dtype, scale: float | None) -> None:

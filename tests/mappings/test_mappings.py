@@ -75,7 +75,7 @@ def test_any_dim(group: ProcessGroup, name: str) -> None:
         assert_right(group, Call(name, (4, 8, 4), layout=layout, kind="leaf", dims=dims))
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, pytest.param(4, marks=pytest.mark.slow))
 @pytest.mark.parametrize("name", [name for name in MAPPED if FUNCTIONS[name].sizes in ("gathered", "split")])
 def test_split_sizes(group: ProcessGroup, name: str) -> None:
     for sizes, layout, given in itertools.product(SIZES[group.size()], LAYOUTS, (list, tuple, np.array)):

@@ -443,7 +443,7 @@ def spec_of(mesh: DeviceMesh, shape: tuple[int, ...], layout: Layout) -> Shardin
     ],
     ids=["4", "2x2", "2x2-uneven", "2x2x2", "2x1x2"],
 )
-@pytest.mark.parametrize("shard", [100, 0])
+@pytest.mark.parametrize("shard", [100, pytest.param(0, marks=pytest.mark.slow)])
 def test_shortest_path_against_brute_force(mesh: DeviceMesh, shape: tuple[int, ...], shard: float) -> None:
     layouts = all_layouts(mesh.mesh_shape, shape)
     for source in layouts[:: max(1, len(layouts) // 4)]:
