@@ -22,7 +22,7 @@ from tritoncomm.core.memory import empty_on
 from tritoncomm.errors import MismatchError, UnsupportedError
 from tritoncomm.p2p.message import Specs
 from tritoncomm.p2p.neighbours import Neighbours
-from tritoncomm.p2p.transport import Posted, post, post_one
+from tritoncomm.p2p.transport import Posted, post, post_and_wait, post_one
 
 __all__ = ["MAX_DIMS", "MAX_WORDS", "WORDS", "decode", "encode", "exchange_headers", "length", "recv_header"]
 
@@ -134,19 +134,22 @@ def exchange_headers(
         before_recv: called with the key before each wait for a header, and with True in a helper thread.
     """
     # This is a generator: nothing is sent before the first next().
-    has_one_peer = neighbours.prev == neighbours.next
-    link, near = _cpu_link(neighbours, device, (*sends, *receives))
-    for key in [direction.key for direction in link.batch if direction.key in sends and direction.key in near]:
+    has_one_peer, keys = neighbours.prev == neighbours.next, (*sends, *receives)
+    link, near = _cpu_link(neighbours, device, keys)
+    for key, direction in link.directions[True].items():  # in the order of a batch
+        if key not in sends or key not in near:
+            continue
         words = _encode_for(neighbours, name, key, sends[key])
         record.add(f"{name}.header", "cpu", 0, words.nbytes, 0.0)
-        parts = (words,) if len(words) == WORDS else (words[:WORDS], words[WORDS:])
-        posted += [post_one(link.directions[True][key], name, part) for part in parts]
+        for part in (words,) if words.numel() == WORDS else (words[:WORDS], words[WORDS:]):
+            posted.append(post_one(direction, name, part))
         on_sent(key)
-    # With one peer the header and the message of the activations come before the header of the gradients.
-    for batch in _ACTIVATION_FIRST if has_one_peer else _ALL:
-        if keys := tuple(key for key in batch if key not in near and (key in sends or key in receives)):
-            yield from _exchange_on_device(neighbours, name, keys, sends, receives, device, posted, before_recv)
-    receives = [key for key in receives if key in near]
+    if near is not keys:
+        # With one peer the header and the message of the activations come before the header of the gradients.
+        for batch in _ACTIVATION_FIRST if has_one_peer else _ALL:
+            if far := tuple(key for key in batch if key not in near and key in keys):
+                yield from _exchange_on_device(neighbours, name, far, sends, receives, device, posted, before_recv)
+        receives = [key for key in receives if key in near]
     if len(receives) == 2 and not has_one_peer:
         yield from _recv_both(link, name, receives, before_recv)
         return
@@ -158,13 +161,12 @@ def exchange_headers(
 def recv_header(neighbours: Neighbours, name: str, key: str) -> Specs:
     """Wait for a header in CPU memory from the neighbour of ``key``; return the shapes and dtypes that it announces."""
     record.add(f"{name}.header", "cpu", 0, 0, 0.0)
-    direction = neighbours.directions[True][key]
     first = empty_on(_cpu, (WORDS,), torch.int64)
-    post_one(direction, name, first).wait()
+    post_and_wait(neighbours, name, {key: first}, True)
     words = first.tolist()
-    if (more := _parse(neighbours, name, key, length, words) - WORDS) > 0:
-        rest = empty_on(_cpu, (more,), torch.int64)
-        post_one(direction, name, rest).wait()
+    if words[1] > WORDS:  # a long header, or none, which ``length`` rejects
+        rest = empty_on(_cpu, (_parse(neighbours, name, key, length, words) - WORDS,), torch.int64)
+        post_and_wait(neighbours, name, {key: rest}, True)
         words += rest.tolist()
     return _parse(neighbours, name, key, decode, words)
 

@@ -222,11 +222,11 @@ class Hop:
             batched: post messages that occupy a stream as one batch.
         """
         # Between CPUs and through the host, where a send occupies no stream, a message follows right behind its header.
-        directions = self.neighbours.directions[bool(batched)]
+        directions, on_cpu = self.neighbours.directions[bool(batched)], device.type == "cpu"
 
         def start(key: str) -> None:
             """Post the message of ``key`` if it occupies no stream and has elements."""
-            if key in wires and (device.type == "cpu" or directions[key].modes[True] == "host"):
+            if key in wires and (on_cpu or directions[key].modes[True] == "host"):
                 self.posted[key] = post_one(directions[key], self.name, wires.pop(key))
 
         try:
