@@ -41,15 +41,11 @@ demo: $(READY)  ## trains a small transformer on two ranks
 	$(PY) -m tritoncomm demo
 
 # An interpreter of yours has the Megatron that it has; here the oldest release is installed, and the newest tested as well.
-# Both run at once, as most of their time is waiting, and the second is shown at the end. A GPT is trained with the newest
-# alone: it takes half a minute, and `make test-megatron` trains it with every release.
+# A GPT is trained with the newest alone: it takes half a minute, and `make test-megatron` trains it with every release.
 GPT := --deselect tests/integrations/test_megatron.py::test_a_gpt_trains_to_the_same_bits
-NEWEST = $(PY) -m pytest tests/integrations/test_megatron.py -m "not slow" -q --megatron $(MEGATRON)
 test: $(READY) $(PEERS) $(MEGATRON:%=.megatron/%)  ## runs the tests, without the slow ones
-	status=0; $(if $(MEGATRON),$(NEWEST) > .megatron/newest.log 2>&1 & newest=$$!; trap 'kill $$newest; exit 130' INT;) \
-	$(PY) -m pytest -m "not slow" -q $(WORKERS) $(if $(MEGATRON),--megatron $(firstword $(megatrons)) $(GPT)) $(DURATIONS:%=--durations=%) \
-	    || status=1; \
-	$(if $(MEGATRON),wait $$newest || status=1; cat .megatron/newest.log;) exit $$status
+	$(PY) -m pytest -m "not slow" -q $(WORKERS) $(if $(MEGATRON),--megatron $(firstword $(megatrons)) $(GPT)) $(DURATIONS:%=--durations=%)
+	$(if $(MEGATRON),$(PY) -m pytest tests/integrations/test_megatron.py -m "not slow" -q --megatron $(MEGATRON))
 
 # Every release in a process of its own; all of them run, whichever fails.
 test-megatron: $(READY) $(PEERS) $(unpacked)  ## tests every known release of Megatron

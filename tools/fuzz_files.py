@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -83,19 +82,19 @@ def check_words(case: list[int]) -> None:
     """A header is refused by name, or is what would be written in the same words; memory only for what is right."""
     sent = list(case)
 
-    def arrive(direction: Any, name: str, buffer: torch.Tensor) -> Any:
+    def arrive(neighbours: Any, name: str, wires: dict[str, torch.Tensor], batched: bool) -> None:
+        (buffer,) = wires.values()
         assert buffer.nbytes <= 8 * header.MAX_WORDS
         part = (sent + [0] * buffer.numel())[: buffer.numel()]
         del sent[: buffer.numel()]
         buffer.copy_(torch.tensor(part, dtype=torch.int64))
-        return SimpleNamespace(wait=lambda: None)
 
     for read in (header.decode, header.length):
         with suppress(MismatchError):
             read(case)
     neighbours: Any = _Neighbours()
     try:
-        with mock.patch.object(header, "post_one", arrive):
+        with mock.patch.object(header, "post_and_wait", arrive):
             specs = header.recv_header(neighbours, "recv_forward", "recv_prev")
     except MismatchError:
         return
