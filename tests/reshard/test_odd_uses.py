@@ -457,7 +457,8 @@ def direct_blocks_without_a_pack(group: TorchGroup) -> None:
             results = plan.execute(given)
             assert type(results) is (dict if form is dict else list)
             same(results["1" if form is dict else 1], more)
-        for wrong in ([x], [x, x, x], {"1": x, "0": x}):
+        same(plan.execute({"1": x + 1, "0": x})["1"], more)
+        for wrong in ([x], [x, x, x], {"0": x}, {"0": x, "2": x}):
             with pytest.raises(ArgumentError, match="the plan is for"):
                 plan.execute(wrong)
         every = Layout.replicated((8, 12), range(group.size()))

@@ -50,7 +50,9 @@ def test_named(group: TorchGroup, name: str) -> None:
     plan = reshard_plan({"w": dtype}, {"w": source}, {"w": target}, group=group)
     expected = local_of(target, rank, full)
     for given in (x, strided, x):
-        for result in (plan.execute({"w": given})["w"], reshard(given, source, target, group=group)):
+        by_name = plan.execute({"w": given})
+        assert list(by_name) == ["w"] * (target.local_shape(rank) is not None)
+        for result in (*by_name.values(), reshard(given, source, target, group=group)):
             assert torch.equal(bits(result), bits(expected))
             assert result._base is None
     out = torch.zeros_like(expected).t() if expected.dim() == 2 else torch.zeros_like(expected)

@@ -183,7 +183,7 @@ def calls_that_look_alike_are_read_once(group: TorchGroup) -> None:
     rank, full = group.rank(), ramp(8, 12)
     x, expected = local_of(rows, rank, full), local_of(columns, rank, full)
     for tensors, source in (
-        (x, rows), ([x, x], rows), ((x, x), [rows, rows]), ({"a": x, "b": x}, {"b": rows, "c": columns, "a": rows}),
+        (x, rows), ([x, x], rows), ((x, x), [rows, rows]), ({"a": x, "b": x}, {"b": rows, "a": rows}),
     ):  # fmt: skip
         for calls in (1, 0):
             with mock.patch.object(api, "planned", wraps=api.planned) as read:

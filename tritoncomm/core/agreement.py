@@ -1,4 +1,8 @@
-"""Agreement of a group's ranks on a plan (or batch) before anything is sent: they compare a digest, or all raise."""
+"""Agreement of a group's ranks on a plan (or batch) before anything is sent: they compare a digest, or all raise.
+
+Ranks that lack a part of their plan say so, with a guess if they have one. If it is wrong, all tell each other what
+they know, and compare again.
+"""
 
 import hashlib
 import json
@@ -14,43 +18,65 @@ from torch.distributed import ProcessGroup
 from tritoncomm.core import backend
 from tritoncomm.errors import CommError, MismatchError, PeerError
 
-__all__ = ["agree"]
+__all__ = ["agree", "largest"]
 
 _SHOWN = 4  # differences of a message
+_KNOWS, _REFUSED, _LACKS, _TOLD = range(4)
+"""What a rank says of itself: it knows all values, has an error, lacks some, or was told those that it lacked."""
 
 
 def agree(
     name: str,
     group: ProcessGroup,
-    digest: bytes,
+    digest: bytes | None,
     error: CommError | None,
     describe: Callable[[], dict[str, str]],
     things: str = "plans",
     parts: Callable[[str], list[str]] | None = None,
-) -> None:
+    names: Sequence[str] = (),
+    lacks: bool = False,
+    is_told: bool = False,
+) -> bool | None:
     """Compare a digest over all ranks of a group, and raise on every rank if they differ or a rank has an error.
 
+    Returns whether a rank lacks values, on every rank. None if one of them has no digest or guessed another: then all
+    have the same names, and tell each other what they know.
+
     Args:
-        digest: 16-byte hash of all values that have to be equal.
+        digest: 16-byte hash of all values that have to be equal; None on a rank that cannot guess what it lacks.
         error: the error of this rank's own arguments, if any.
         describe: returns the hashed values in words, by name; called if ranks differ.
         things: the compared objects, for messages.
         parts: returns all parts of one of the values in words, by its name, where ``describe`` shortens it; called if
             ranks differ behind what it says.
+        names: of the values that ranks tell each other, which have to be equal for that.
+        lacks: whether this rank lacks values, so that its digest may be a wrong guess.
+        is_told: whether it has been told what it lacks.
     """
     if group.size() == 1 or dist.get_backend(group) == "fake":  # "fake" has no other processes
         if error is not None:
             raise error
-        return
-    # As integers, because texts would differ in length, which takes a second all-gather.
-    halves = [int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:])]
-    # One all-gather of 24 bytes a rank if all agree. A rank with an error takes part, because the others would wait for
-    # it.
-    # A row is (1 for a rank with an error, two halves of its digest).
-    own = [0, *halves] if error is None else [1, 0, 0]
+        return lacks if digest is not None else None
+    # As integers, because texts would differ in length, which takes a second all-gather. One all-gather of 32 bytes a
+    # rank if all agree. A rank with an error takes part, because the others would wait for it.
+    if error is not None:
+        own = [_REFUSED, 0, 0, 0]
+    else:
+        known = digest or bytes(16)
+        hashed = hashlib.blake2b("\0".join(names).encode(), digest_size=8).digest()
+        parts_of_8 = [int.from_bytes(part, "little", signed=True) for part in (known[:8], known[8:], hashed)]
+        own = [_KNOWS if not lacks else _TOLD if is_told else _LACKS, *parts_of_8]
     try:
-        if all(row == [0, *halves] for row in _gathered(torch.tensor(own, device="cpu"), group, name)):
-            return
+        rows = _gathered(torch.tensor(own, device="cpu"), group, name)
+        # A row is one of the four numbers above, the digest in two, and the hash of the names.
+        states = {state for state, *_ in rows}
+        if digest is not None and _REFUSED not in states and all(row[1:3] == own[1:3] for row in rows):
+            return _LACKS in states or _TOLD in states
+        if _LACKS in states and _REFUSED not in states:
+            if all(row[3] == own[3] for row in rows):
+                return None
+            # The plans of ranks that lack values have nothing to compare but their names.
+            describe, parts = lambda: {"the number of names": str(len(names)), **dict.fromkeys(names, "given")}, None
         texts = _gathered_texts({"plan": describe()} if error is None else {"error": str(error)}, group, name)
         # All ranks have the same texts, so that all come to the same conclusion.
         is_hidden = all(text == texts[0] for text in texts) and "plan" in texts[0]
@@ -61,6 +87,13 @@ def agree(
             raise error from failure
         raise
     raise error or MismatchError(f"{name}: {hidden or _difference(texts, group.rank(), things)}")
+
+
+def largest(name: str, group: ProcessGroup, values: Sequence[int]) -> list[int]:
+    """Return the largest value at each place over all ranks of a group, which pass as many integers."""
+    x = torch.tensor(values, dtype=torch.int64, device=backend.default_device(backend.cuda_backend(group)))
+    backend.all_reduce(x, dist.ReduceOp.MAX, group, name)
+    return x.tolist()
 
 
 def _gathered(x: Tensor, group: ProcessGroup, name: str) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """``reshard`` and ``reshard_plan``: tensors from one layout to another, over any ranks."""
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, Literal
@@ -19,22 +19,24 @@ from tritoncomm.errors import ArgumentError, CommError, GroupError
 from tritoncomm.groups import GroupLike
 from tritoncomm.reshard.execute import Executor, apply
 from tritoncomm.reshard.layout import Layout
-from tritoncomm.reshard.plan import Participants
+from tritoncomm.reshard.names import kinds_of, named
+from tritoncomm.reshard.plan import Item, Participants
 from tritoncomm.reshard.request import (
     LocalShapes,
     Request,
-    Wrap,
     check_locals,
+    compare,
     executor_for,
+    guessed,
     is_kept,
     local_of,
-    named,
     parse,
     participants_of,
     refusing,
+    sides_of,
 )
 
-__all__ = ["BUCKET_BYTES", "Grad", "ReshardPlan", "in_form_of", "planned", "reshard", "reshard_as", "reshard_plan"]
+__all__ = ["BUCKET_BYTES", "Grad", "ReshardPlan", "planned", "reshard", "reshard_as", "reshard_plan"]
 
 BUCKET_BYTES = 256 * 2**20
 Grad = Literal["replicated", "partial"]
@@ -63,9 +65,14 @@ def reshard(
     messages) and one unpack. A tensor whose layout and dtype are unchanged is returned as it is. Every rank of the
     group calls, with the same layouts and names in the same order. Under torch.compile the graph breaks here.
 
+    With layouts by name a rank passes the tensors that it has, in any order: those of which it has a part. It takes the
+    dtypes of the others from the last call, or asks for them. So that a change is noticed, such calls are compared each
+    time, in one all-gather of 32 bytes a rank; ``ReshardPlan.execute`` compares nothing.
+
     Args:
-        tensors: one, a sequence, or a mapping by name: local tensors, DTensors or ColoTensors. A rank without a part
-            of the source passes an empty tensor of the dtype, on its device, that requires grad if the others do.
+        tensors: one, a sequence, or a mapping by name: local tensors, DTensors or ColoTensors. But for a mapping, a
+            rank without a part of the source passes an empty tensor of the dtype, on its device, that requires grad if
+            the others do.
         source: a ``Layout``, or one per tensor; None for DTensors and ColoTensors, which have their own.
         target: a ``Layout``, ``(mesh, placements)`` or a ``ColoTensorSpec``; or one per tensor.
         group: a group with all ranks of both layouts; all ranks of the job by default.
@@ -73,12 +80,13 @@ def reshard(
         bucket_bytes: extra memory at most on the sending and on the receiving side.
         grad: the gradients of the replicas of a result are equal and count once (``replicated``), or differ and are
             summed in rank order (``partial``).
-        out: tensors to write into, in the form of ``tensors``; then no gradient is recorded. They may share memory with
-            the tensors if one bucket has room for all.
+        out: tensors to write into, in the form of ``tensors``, of a mapping those of which the rank has a part; then no
+            gradient is recorded. They may share memory with the tensors if one bucket has room for all.
 
     Returns:
         Results in the form of ``tensors``: local tensors for a ``Layout``, DTensors or ColoTensors for other targets.
-        On a rank without a part of the target an empty tensor, through which backward has to go there.
+        On a rank without a part of the target an empty tensor, through which backward has to go there; a mapping has it
+        only if it requires grad.
 
     Raises:
         ShapeError: shapes that differ, a source that does not cover its tensor, a local tensor of another shape.
@@ -110,6 +118,7 @@ def reshard_as(
     process_group = dist.group.WORLD if group is None else participants_of(group, name).group
     # ``looks`` are the values by which an equal call is recognised: it runs the earlier plan, and only its tensors are
     # checked.
+    is_asked = False
     looks = None if out is not None else _look(name, tensors, source, target, options)
     if looks is not None and process_group is not None and (recent := _recent_plan(process_group, looks)) is not None:
         try:
@@ -117,10 +126,12 @@ def reshard_as(
         except CommError:
             pass  # found again below, where the other ranks hear of it
         else:
-            return in_form_of(tensors, recent.run(sources, out=None), recent.wraps)
+            if recent.is_agreed(process_group, tensors, sources):
+                return recent.in_form_of(tensors, recent.run(sources, out=None))
+            is_asked = True
     dtype, bucket_bytes, grad = options
     request, plan = planned(
-        name, participants_of(group, name), tensors, source, target,
+        name, participants_of(group, name), tensors, source, target, is_asked,
         dtype=dtype, bucket_bytes=bucket_bytes, grad=grad, out=out,
     )  # fmt: skip
     if looks is not None and process_group is not None:
@@ -129,7 +140,7 @@ def reshard_as(
         if len(calls) > _CALLS:
             calls.popitem(last=False)
     results = plan.run(request.tensors, out=None if out is None else request.outs)
-    return in_form_of(tensors, results, request.wraps) if out is None else out
+    return plan.in_form_of(tensors, results) if out is None else out
 
 
 def _look(name: str, tensors: Any, source: Any, target: Any, options: tuple[Any, Any, Any]) -> Any:
@@ -145,12 +156,15 @@ def _look(name: str, tensors: Any, source: Any, target: Any, options: tuple[Any,
         names, values = len(tensors), tensors
     else:
         return None
-    # A side is one layout of all tensors, or one per tensor. Any other has to be read.
+    # A side is one layout of all tensors, or one per tensor. Any other has to be read. A dict of sources may have more
+    # names than this rank has tensors.
+    order = tuple(source) if type(source) is dict and type(names) is tuple else names
+    count = len(order) if type(order) is tuple else len(values)
     sides = []
     for side in (source, target):
         if not isinstance(side, Layout):
-            given = [side.get(name) for name in names] if type(side) is dict and type(names) is tuple else side
-            if type(given) is not list or len(given) != len(values) or not all(isinstance(x, Layout) for x in given):
+            given = [side.get(name) for name in order] if type(side) is dict and type(order) is tuple else side
+            if type(given) is not list or len(given) != count or not all(isinstance(x, Layout) for x in given):
                 return None
             side = tuple(given)
         sides.append(side)
@@ -162,7 +176,7 @@ def _look(name: str, tensors: Any, source: Any, target: Any, options: tuple[Any,
         if type(x) not in _PLAIN:
             return None
         kinds.append((x.dtype, records and x.requires_grad))
-    return (name, *sides, options, names, *kinds)
+    return (name, *sides, options, order, names, *kinds)
 
 
 def _recent_plan(group: ProcessGroup, looks: Any) -> "ReshardPlan | None":
@@ -210,20 +224,40 @@ def reshard_plan(
 
 
 def planned(
-    name: str, participants: Participants, tensors: Any, source: Any, target: Any, **options: Any
+    name: str,
+    participants: Participants,
+    tensors: Any,
+    source: Any,
+    target: Any,
+    is_asked: bool = False,
+    **options: Any,
 ) -> tuple[Request, "ReshardPlan"]:
-    """Read the arguments of a call; return its request and its plan, which is cached or agreed on by all ranks."""
+    """Read the arguments of a call; return its request and its plan, which is cached or agreed on by all ranks.
+
+    Args:
+        is_asked: whether a rank has already said that it lacks what the others know.
+    """
     with refusing(participants, name):
-        request = parse(name, participants, tensors, source, target, **options)
-    return request, ReshardPlan(request, executor_for(request))
+        out = options.get("out")
+        kinds = kinds_of(name, tensors, source, options.get("dtype"), out)
+        sides, wraps = sides_of(name, tensors, kinds.names, source, target, out, participants.rank)
+    group, lacks, is_told = participants.group, not kinds.is_complete, False
+    known = guessed(name, group, kinds, sides, options) if lacks else kinds
+    while True:
+        if known is not None and not is_asked:
+            with refusing(participants, name):
+                request = parse(name, participants, tensors, known, sides, wraps, **options)
+            if (executor := executor_for(request, lacks, is_told)) is not None:
+                return request, ReshardPlan(request, executor)
+        elif group is not None and not is_asked:
+            compare(group, name, None, kinds.names, (), lacks=True)
+        known = kinds.shared(participants, name)
+        is_asked, is_told = False, True
 
 
-def in_form_of(tensors: Any, results: Sequence[Tensor], wraps: Sequence[Wrap | None]) -> Any:
-    """Wrap local results and return them in the form of the tensors that a caller passed: one, a list, or a dict."""
-    wrapped = [x if wrap is None else wrap(x) for x, wrap in zip(results, wraps, strict=True)]
-    if isinstance(tensors, Tensor):
-        return wrapped[0]
-    return dict(zip(tensors, wrapped, strict=True)) if isinstance(tensors, Mapping) else wrapped
+def _is_name_of(item: Item, name: object) -> bool:
+    """Whether a tensor of a plan has this name."""
+    return item.name == name or item.name == str(name)
 
 
 class ReshardPlan:
@@ -240,7 +274,7 @@ class ReshardPlan:
     def __init__(self, request: Request, executor: Executor) -> None:
         self.items, self.transfers = request.items, executor.transfers
         self._executor, self.wraps, self._passes_through = executor, request.wraps, request.passes_through
-        self._key = request.key
+        self._key, self._device = request.key, request.device
         self._name = "reshard" if request.name == "reshard_plan" else request.name
         self._rank = request.participants.rank
 
@@ -268,27 +302,73 @@ class ReshardPlan:
             ArgumentError: other tensors or dtypes, or a gradient where the plan has none.
         """
         if out is None:
-            return in_form_of(tensors, self.run(self.checked(tensors), out=None), self.wraps)
-        outs = self._pairs(out)
+            return self.in_form_of(tensors, self.run(self.checked(tensors), out=None))
+        outs = self._pairs(out, 1)
         self.run(self.checked(tensors, outs), out=[x for _, x in outs])
         return out
 
     def checked(self, tensors: Any, outs: Sequence[tuple[Any, Tensor]] = ()) -> list[Tensor]:
         """Return the local tensors of an execution, and check them and those to write into; see ``execute``."""
-        sources = self._pairs(tensors)
+        sources = self._pairs(tensors, 0)
         check_locals(self.items, self._shapes, sources, outs, "reshard", self._rank)
         return [x for _, x in sources]
+
+    def is_agreed(self, group: ProcessGroup, tensors: Any, sources: Sequence[Tensor]) -> bool:
+        """Whether all ranks of a call have this plan, if one lacks tensors; else all have to tell what they know."""
+        if not self._executor.is_compared:
+            return True
+        names, lacks = [item.name for item in self.items], len(tensors) < len(self.items)
+        return compare(group, self._key[2], self._executor, names, sources, lacks=lacks) is not None
 
     def is_kept(self, group: ProcessGroup) -> bool:
         """Return whether a group still has this plan, and mark it as used."""
         return is_kept(group, self._key, self._executor)
 
-    def _pairs(self, tensors: Any) -> list[tuple[Any, Tensor]]:
-        """Return every tensor that a caller passed, with its local tensor; reject other names than the plan's."""
-        by_name, names = named(tensors, "reshard"), [item.name for item in self.items]
-        if list(by_name) != names:
+    def in_form_of(self, tensors: Any, results: Sequence[Tensor]) -> Any:
+        """Wrap local results, and return them in the form of the tensors that a caller passed: one, a list, or a dict.
+
+        A dict has no result of which the target has no part on this rank, unless backward goes through it.
+        """
+        wrapped = [x if wrap is None else wrap(x) for x, wrap in zip(results, self.wraps, strict=True)]
+        if not isinstance(tensors, Mapping):
+            return wrapped[0] if isinstance(tensors, Tensor) else wrapped
+        keys = tensors if self._has_names(tensors) else [item.name for item in self.items]
+        pairs = zip(keys, wrapped, strict=True)
+        if self._has_all_results:
+            return dict(pairs)
+        parts = [shape for _, shape in self._shapes]
+        return {key: x for (key, x), part in zip(pairs, parts, strict=True) if part is not None or x.requires_grad}
+
+    @cached_property
+    def _has_all_results(self) -> bool:
+        """Whether the target has a part of every tensor on this rank."""
+        return all(shape is not None for _, shape in self._shapes)
+
+    def _has_names(self, names: Collection[str]) -> bool:
+        """Whether names are those of all tensors of the plan, in its order."""
+        return len(names) == len(self.items) and all(map(_is_name_of, self.items, names))
+
+    def _pairs(self, tensors: Any, side: int) -> list[tuple[Any, Tensor]]:
+        """Return every tensor that a caller passed, with its local tensor; reject other names than the plan's.
+
+        A name may lack that has no part on this rank, before (``side`` 0) or after (1): an empty tensor is its part.
+        """
+        by_name = named(tensors, "reshard")
+        if self._has_names(by_name):
+            return [(x, local_of(x)) for x in by_name.values()]
+        names = [item.name for item in self.items]
+        lacking = [key for key, shapes in zip(names, self._shapes, strict=True) if key not in by_name and shapes[side]]
+        if lacking or any(key not in names for key in by_name) or not isinstance(tensors, Mapping):
             raise ArgumentError(f"reshard: the plan is for {names}, not for {list(by_name)}")
-        return [(x, local_of(x)) for x in by_name.values()]
+        device = next((local_of(x).device for x in by_name.values() if isinstance(x, Tensor)), self._device)
+        pairs = []
+        for item in self.items:
+            x = by_name.get(item.name)
+            if x is None:
+                x = torch.empty(0, dtype=item.result if side else item.dtype, device=device)
+                x.requires_grad_(item.has_grad and not side)
+            pairs.append((x, local_of(x)))
+        return pairs
 
     def run(self, tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:
         """Reshard checked local tensors and return local results.

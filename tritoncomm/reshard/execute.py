@@ -197,6 +197,7 @@ class Executor:
 
     Attributes:
         device: kind of device that the plan is for, ``cpu`` or ``cuda``.
+        is_compared: whether ranks compare each call of the plan, as one of them lacks tensors, and may guess wrongly.
     """
 
     def __init__(
@@ -204,6 +205,7 @@ class Executor:
     ) -> None:
         group, ranks, position = participants
         self.items, self.grad, self.bucket_bytes = tuple(items), grad, bucket_bytes
+        self.is_compared = False
         self._group = None if group is None else weakref.ref(group)  # plans are cached by their group
         self.device = "cpu" if group is not None and backend.cuda_backend(group) in ("", "gloo") else "cuda"
         self.transfers = plan = plan_transfers(items, ranks, position, bucket_bytes, every_replica=sums)
@@ -220,9 +222,9 @@ class Executor:
         self._prepared = lru_cache(_PREPARED)(partial(_prepared_steps, plan, sources, strides))
 
     @cached_property
-    def _digest(self) -> str:
-        """Hash of a plan's tensors, options and ranks as hexadecimal text; check mode compares it between ranks."""
-        return digest_of(self.items, (self.bucket_bytes, self.grad, self.transfers.sums, self.transfers.ranks)).hex()
+    def digest(self) -> bytes:
+        """16-byte hash of a plan's tensors, options and ranks, which ranks compare."""
+        return digest_of(self.items, (self.bucket_bytes, self.grad, self.transfers.sums, self.transfers.ranks))
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -257,7 +259,7 @@ class Executor:
         """
         started, _range = record.now(), None  # a profiler shows the call until ``_range`` is dropped, at the end
         if record.is_observed() and self.group is not None:
-            _range = record.begin(name, "reshard", self.group, list(tensors), (self._digest,))
+            _range = record.begin(name, "reshard", self.group, list(tensors), (self.digest.hex(),))
         # Kernels copy bits, and lazy conjugates and negatives are not in the bits.
         sources, copied = tensors, 0
         if any(x.requires_grad or x.is_conj() or x.is_neg() for x in tensors):

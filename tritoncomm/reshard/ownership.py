@@ -14,7 +14,8 @@ from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.groups import GroupLike
 from tritoncomm.reshard.api import BUCKET_BYTES, ReshardPlan, reshard_plan
 from tritoncomm.reshard.layout import Layout
-from tritoncomm.reshard.request import is_dtensor, local_of, named, participants_of, refusing, source_of
+from tritoncomm.reshard.names import named
+from tritoncomm.reshard.request import is_dtensor, local_of, participants_of, refusing, source_of
 
 __all__ = ["OwnedExchange", "balanced_owners", "exchange_owned"]
 

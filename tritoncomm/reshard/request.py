@@ -1,7 +1,8 @@
 """The request of one call: its arguments, read and checked once, and the executor that is cached or planned for it."""
 
+import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import groups, record
+from tritoncomm.core import backend
 from tritoncomm.core.agreement import agree
 from tritoncomm.core.memory import contiguous_stride, extent_of, has_memory, share_elements
 from tritoncomm.core.plan import Ints
@@ -21,11 +23,25 @@ from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError
 from tritoncomm.groups import GroupLike
 from tritoncomm.reshard.execute import Executor
 from tritoncomm.reshard.layout import Layout
-from tritoncomm.reshard.plan import Item, Participants, check_items, digest_of
+from tritoncomm.reshard.names import Kinds, Sides, named, shortened
+from tritoncomm.reshard.plan import Item, Participants, check_items
 
 __all__ = [
-    "LocalShapes", "Request", "Wrap", "check_locals", "executor_for", "is_dtensor", "is_kept", "local_of", "named",
-    "parse", "participants_of", "refusing", "source_of",
+    "LocalShapes",
+    "Request",
+    "Wrap",
+    "check_locals",
+    "compare",
+    "executor_for",
+    "guessed",
+    "is_dtensor",
+    "is_kept",
+    "local_of",
+    "parse",
+    "participants_of",
+    "refusing",
+    "sides_of",
+    "source_of",
 ]  # fmt: skip
 
 Wrap = Callable[[Tensor], Any]
@@ -48,10 +64,12 @@ class Request:
     """Arguments of one call.
 
     Attributes:
+        kinds: names and dtypes of every tensor, as this rank knows them.
         items: layouts and dtypes of every tensor.
-        tensors: local source tensors of this rank.
+        tensors: local source tensors of this rank, empty ones for the names that it lacks.
         outs: local tensors to write into; empty without ``out``.
         wraps: functions that make local results DTensors or ColoTensors; None for plain results.
+        device: of the empty tensors.
         passes_through: for every tensor, whether its layout and dtype are unchanged, so that it is returned as it is.
         error: the error of this rank's local tensors, if any. It is raised after the plan is looked up, because the
             key tells whether the other ranks compare plans now, and have to hear of the error.
@@ -61,10 +79,12 @@ class Request:
     participants: Participants
     bucket_bytes: int
     grad: str
+    kinds: Kinds
     items: tuple[Item, ...]
     tensors: tuple[Tensor, ...]
     outs: tuple[Tensor, ...]
     wraps: tuple[Wrap | None, ...]
+    device: torch.device
     passes_through: tuple[bool, ...]
     error: CommError | None
 
@@ -96,52 +116,58 @@ def parse(
     name: str,
     participants: Participants,
     tensors: Any,
-    source: Any,
-    target: Any,
+    kinds: Kinds,
+    sides: Sides,
+    wraps: Sequence[Wrap | None],
     *,
     bucket_bytes: Any,
     grad: Any,
     dtype: Any = None,
     out: Any = None,
 ) -> Request:
-    """Read and check the arguments of a call, and return them as a request."""
+    """Read and check the arguments of a call, and return them as a request.
+
+    Args:
+        kinds: the names and dtypes, complete.
+        sides, wraps: as ``sides_of`` returns them.
+    """
     by_name = named(tensors, name)
     if grad not in ("replicated", "partial"):
         raise ArgumentError(f"{name}: grad must be replicated or partial, not {grad!r}")
     outs_by_name = {} if out is None else named(out, name)
-    if out is not None and list(outs_by_name) != list(by_name):
-        raise ArgumentError(f"{name}: out has {list(outs_by_name)}, not {list(by_name)}")
-    layouts, targets, dtypes = (_per_tensor(each, list(by_name), name) for each in (source, target, dtype))
+    dtypes = _per_tensor(dtype, kinds.names, name)
+    if out is not None and (more := [key for key in outs_by_name if key not in kinds.names]):
+        raise ArgumentError(f"{name}: out has {more}, but there are {list(kinds.names)}")
     may_record = out is None and torch.is_grad_enabled()
     is_plan = name == "reshard_plan"  # a plan may be made of dtypes, and of tensors without data
+    device = _device_of((*by_name.values(), *outs_by_name.values()), participants)
     items: list[Item] = []
     shapes: list[LocalShapes] = []
     sources: list[tuple[Any, Tensor]] = []
     outs: list[tuple[Any, Tensor]] = []
-    wraps: list[Wrap | None] = []
-    for key, value in by_name.items():
+    for key in kinds.names:
+        value: Any = by_name[key] if key in by_name else kinds.source_of(key, device)
         is_dtype = is_plan and isinstance(value, torch.dtype)
         x = torch.empty(0, dtype=value, device="meta") if is_dtype else value
         if not isinstance(x, Tensor):
             raise ArgumentError(f"{name}: {key} must be a tensor, not {type(x).__name__}")
-        layout = source_of(x, layouts[key], name, key)
-        goal, wrap = _target_of(targets[key], layout.shape, name, key)
+        layout, goal = sides[key]
+        source_shape, target_shape = (each.local_shape(participants.rank) for each in (layout, goal))
         local = like = local_of(x)
         if local.is_quantized:
             raise ArgumentError(f"{name}: {key} is quantized, and its scale would not move; call .int_repr()")
         if out is not None:
-            like = local_of(outs_by_name[key])
-            outs.append((outs_by_name[key], like))
+            y = outs_by_name[key] if key in outs_by_name else kinds.result_of(key, dtypes[key] or local.dtype, device)
+            like = local_of(y)
+            outs.append((y, like))
             if not isinstance(like, Tensor):
                 raise ArgumentError(f"{name}: out {key} must be a tensor, not {type(like).__name__}")
         result = dtypes[key] or like.dtype
         if not isinstance(result, torch.dtype):
             raise ArgumentError(f"{name}: the dtype of {key} must be a torch.dtype, not {result!r:.80}")
         items.append(Item(key, layout, goal, local.dtype, result, may_record and x.requires_grad))
-        source_shape, target_shape = (each.local_shape(participants.rank) for each in (layout, goal))
         shapes.append((None if is_dtype else source_shape, target_shape))
         sources.append((x, local))
-        wraps.append(wrap)
     # An error of a local tensor (another shape, no memory, ...) is returned in the request; see ``Request.error``.
     error: CommError | None = None
     try:
@@ -160,28 +186,49 @@ def parse(
         for item in items
     ])  # fmt: skip
     return Request(
-        name, participants, bucket_bytes, grad, items=tuple(items), tensors=tuple([x for _, x in sources]),
-        outs=tuple([x for _, x in outs]), wraps=tuple(wraps), passes_through=passes_through, error=error,
+        name, participants, bucket_bytes, grad, kinds, items=tuple(items), tensors=tuple([x for _, x in sources]),
+        outs=tuple([x for _, x in outs]), wraps=tuple(wraps), device=device, passes_through=passes_through, error=error,
     )  # fmt: skip
 
 
-def named(tensors: Any, name: str) -> dict[str, Any]:
-    """Return tensors, or their dtypes, by name: a sequence by its indices, a single one as ``tensor``."""
-    if isinstance(tensors, Tensor | torch.dtype):
-        return {"tensor": tensors}
-    if isinstance(tensors, list | tuple):
-        return {str(index): x for index, x in enumerate(tensors)}
-    if not isinstance(tensors, Mapping):
+def sides_of(
+    name: str, tensors: Any, names: Sequence[str], source: Any, target: Any, out: Any, rank: int
+) -> tuple[Sides, list[Wrap | None]]:
+    """Read the layouts of all tensors of a call: (both layouts by name, functions that wrap local results).
+
+    Reject a name that a rank lacks and has a part of.
+    """
+    by_name, outs = named(tensors, name), None if out is None else named(out, name)
+    layouts, targets = (_per_tensor(each, names, name) for each in (source, target))
+    sides, wraps = {}, []
+    for key in names:
+        layout = source_of(by_name.get(key), layouts[key], name, key)
+        goal, wrap = _target_of(targets[key], layout.shape, name, key)
+        sides[key] = layout, goal
+        wraps.append(wrap)
+    if len(by_name) < len(sides):
+        _check_given(by_name, {key: source for key, (source, _) in sides.items()}, name, rank)
+    if outs is not None and len(outs) < len(sides):
+        _check_given(outs, {key: goal for key, (_, goal) in sides.items()}, f"{name}: out", rank)
+    return sides, wraps
+
+
+def _device_of(tensors: Sequence[Any], participants: Participants) -> torch.device:
+    """Return the device of the first of a rank's tensors; of a rank without tensors, that of its group."""
+    device = next((local_of(x).device for x in tensors if isinstance(x, Tensor)), None)
+    if device is None and participants.group is not None:
+        device = backend.default_device(backend.cuda_backend(participants.group))
+    return device or torch.device("cpu")
+
+
+def _check_given(given: Collection[str], layouts: Mapping[str, Layout], name: str, rank: int) -> None:
+    """Check that a rank gives all tensors of which it has a part by these layouts."""
+    absent = [key for key, layout in layouts.items() if key not in given and layout.local_shape(rank) is not None]
+    if absent:
         raise ArgumentError(
-            f"{name}: expected a tensor, a mapping or a sequence of tensors, not {type(tensors).__name__}"
+            f"{name}: rank {rank} has parts of {shortened(absent)} by the layouts, but does not give them: pass them, "
+            "or leave the names out of the layouts"
         )
-    by_name = {str(key): x for key, x in tensors.items()}
-    if len(by_name) < len(tensors):
-        texts = [str(key) for key in tensors]
-        raise ArgumentError(
-            f"{name}: several names are {sorted({text for text in texts if texts.count(text) > 1})} as text"
-        )
-    return by_name
 
 
 def _per_tensor(values: Any, names: Sequence[str], name: str) -> Mapping[str, Any]:
@@ -192,6 +239,7 @@ def _per_tensor(values: Any, names: Sequence[str], name: str) -> Mapping[str, An
         return dict(zip(names, values, strict=True))
     if not isinstance(values, Mapping):
         return dict.fromkeys(names, values)
+    values = {str(key): value for key, value in values.items()}
     missing = [key for key in names if key not in values]
     if missing:
         raise ArgumentError(f"{name}: nothing is given for {missing}, but for {list(values)}")
@@ -223,6 +271,8 @@ def source_of(tensor: Any, layout: Any, name: str, key: str) -> Layout:
             raise type(error)(f"{name}: {key}: {error}") from None
     if layout is None and hasattr(tensor, "reshard_layout"):
         return tensor.reshard_layout()
+    if tensor is None:
+        raise ArgumentError(f"{name}: {key} is not given on this rank, which has to know its source: give its Layout")
     what = "a plain tensor, which needs a Layout" if layout is None else f"given {type(layout).__name__}, not a Layout"
     raise ArgumentError(f"{name}: the source of {key} is {what}")
 
@@ -345,7 +395,10 @@ def _check_apart(names: Sequence[str], outs: Sequence[Tensor], name: str) -> Non
         open_ends = [entry for entry in open_ends if entry[0] > start]
         for _, other, y in open_ends:
             if share_elements(x, y):
-                raise ArgumentError(f"{name}: out {other} and out {key} share memory; they cannot both be written")
+                raise ArgumentError(
+                    f"{name}: out {other} and out {key} share memory; they cannot both be written: "
+                    "of tied weights leave one name out of the layouts"
+                )
         open_ends.append((start + extent_of(x), key, x))
 
 
@@ -378,8 +431,15 @@ def _may_overlap_itself(x: Tensor) -> bool:
     return False
 
 
-def executor_for(request: Request) -> Executor:
-    """Return the executor of a request: a cached one, or a new one whose digest all ranks of the group agree on."""
+def executor_for(request: Request, lacks: bool = False, is_told: bool = False) -> Executor | None:
+    """Return the executor of a request: a cached one, or a new one whose digest all ranks of the group agree on.
+
+    None where a rank guesses, wrongly, what it lacks: then all ranks have to tell each other what they know.
+
+    Args:
+        lacks: whether this rank lacks tensors or results.
+        is_told: whether it was told their dtypes.
+    """
     name, participants, error = request.name, request.participants, request.error
     group, ranks = participants.group, participants.ranks
     plans = OrderedDict() if group is None else _plans.get(group) or _plans.set(group, OrderedDict())
@@ -390,34 +450,77 @@ def executor_for(request: Request) -> Executor:
         check_items(unchecked, ranks, name, request.grad)
     except CommError as problem:
         error = problem
-    if executor is not None and group is not None:
+    if executor is not None and group is not None and not executor.is_compared:
         plans.move_to_end(request.key)
         if error is not None:  # the other ranks compare no plans, and hear of the error in check mode alone
             _report(name, group, request.tensors, plan=f"refused: {error}", error=error)
             raise error
         return executor
-    if error is None:
+    if error is None and executor is None:
         try:
             executor = Executor(request.moving, participants, request.bucket_bytes, request.grad)
         except CommError as problem:
             error = problem
+    # Raises on all ranks where digests differ, or where any rank has an error.
+    lacked = False
     if group is not None:
-        digest = digest_of(request.moving, (name, request.bucket_bytes, request.grad, ranks))
-        options = {"bucket_bytes": str(request.bucket_bytes), "grad": request.grad}
-        _report(name, group, request.tensors, plan="new", error=error)
-        # Raises on all ranks where digests differ, or where any rank has an error.
-        items = {item.name: item for item in request.moving}
-        agree(
-            name, group, digest, error, lambda: {key: str(item) for key, item in items.items()} | options,
-            parts=lambda key: items[key].boxes() if key in items else [],
-        )  # fmt: skip
+        lacked = compare(
+            group, name, executor, request.kinds.names, request.tensors, error, lacks=lacks, is_told=is_told
+        )
+        if lacked is None:
+            return None
     if error is not None:
         raise error
     assert executor is not None
+    executor.is_compared |= lacked
     plans[request.key] = executor
+    plans.move_to_end(request.key)
     if len(plans) > _PLANS:
         plans.popitem(last=False)
     return executor
+
+
+def guessed(
+    name: str, group: ProcessGroup | None, kinds: Kinds, sides: Sides, options: Mapping[str, Any]
+) -> Kinds | None:
+    """Complete ``kinds`` of a rank that lacks tensors, as the last plan of these layouts had them; None without one."""
+    for key in reversed((None if group is None else _plans.get(group)) or {}):
+        *others, moving = key
+        known = kinds.told_by(moving, sides) if others == [options["bucket_bytes"], options["grad"], name] else None
+        if known is not None:
+            return known
+    return None
+
+
+def compare(
+    group: ProcessGroup,
+    name: str,
+    executor: Executor | None,
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    error: CommError | None = None,
+    *,
+    lacks: bool = False,
+    is_told: bool = False,
+) -> bool | None:
+    """Compare a plan over all ranks of a group; return and raise as ``agree`` does.
+
+    Args:
+        executor: of the plan; None on a rank with an error, or that cannot guess its plan.
+        names: of all tensors of the call, pass-through tensors included.
+        tensors: for the flight record.
+        lacks, is_told: as for ``executor_for``.
+    """
+    _report(name, group, tensors, plan="new", error=error)
+    if executor is None:
+        return agree(name, group, digest=None, error=error, describe=dict, names=names, lacks=lacks)
+    items = {item.name: item for item in executor.items}
+    options = {"bucket_bytes": str(executor.bucket_bytes), "grad": executor.grad}
+    digest = hashlib.blake2b(name.encode() + executor.digest, digest_size=16).digest()
+    return agree(
+        name, group, digest, error, lambda: {each: str(item) for each, item in items.items()} | options,
+        parts=lambda each: items[each].boxes() if each in items else [], names=names, lacks=lacks, is_told=is_told,
+    )  # fmt: skip
 
 
 def is_kept(group: ProcessGroup, key: tuple[Any, ...], executor: Executor) -> bool:

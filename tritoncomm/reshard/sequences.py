@@ -13,7 +13,8 @@ from tritoncomm.groups import GroupLike
 from tritoncomm.reshard.api import BUCKET_BYTES, Grad, reshard_as
 from tritoncomm.reshard.boxes import KINDS, bounds_of
 from tritoncomm.reshard.layout import Layout
-from tritoncomm.reshard.request import local_of, named, participants_of, refusing
+from tritoncomm.reshard.names import named
+from tritoncomm.reshard.request import local_of, participants_of, refusing
 
 __all__ = ["sequence_layout"]
 
