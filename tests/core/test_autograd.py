@@ -1,5 +1,6 @@
 """Functions entered directly behave as torch's own do."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -40,10 +41,35 @@ def test_the_node_runs_backward_without_going_through_apply(monkeypatch: pytest.
     def refuse(*_: Any) -> None:
         raise AssertionError("went through the ordinary path")
 
-    if hasattr(torch.autograd.Function.apply, "__func__"):  # before torch 2.15; now it is the C++ entry itself
-        monkeypatch.setattr(torch.autograd.Function, "apply", classmethod(refuse))
     monkeypatch.setattr(torch.autograd.function.BackwardCFunction, "apply", refuse)
+    entered: list[Any] = []
+    sys.setprofile(lambda frame, event, _: entered.append(frame.f_code) if event == "call" else None)
+    try:
+        result = gradient(Scale)
+    finally:
+        sys.setprofile(None)
+    assert torch.equal(result, torch.full((3,), 2.0))
+    ordinary = getattr(torch.autograd.Function.apply, "__func__", None)  # None from torch 2.15 on: the C++ entry itself
+    assert ordinary is None or ordinary.__code__ not in entered
+
+
+def test_who_replaces_apply_sees_every_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As spmd_types does, which torchtitan turns on; and no longer once it is put back."""
+    if not hasattr(torch.autograd.Function.apply, "__func__"):
+        pytest.skip("torch enters every function by itself")
+    seen: list[Any] = []
+    torchs = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def watched(cls: Any, *args: Any) -> Any:
+        seen.append(cls)
+        return torchs(cls, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd.Function, "apply", classmethod(watched))
+        assert torch.equal(gradient(Scale, 5.0), torch.full((3,), 5.0))
+    assert seen == [Scale]
     assert torch.equal(gradient(Scale), torch.full((3,), 2.0))
+    assert seen == [Scale]
 
 
 def test_a_subclass_runs_its_own_code() -> None:

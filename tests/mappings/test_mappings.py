@@ -23,6 +23,7 @@ from mapping_cases import (
     by_sizes,
     expected,
     expected_gradient,
+    local_shape,
     run,
     same,
     summed,
@@ -378,3 +379,24 @@ def test_the_sum_does_not_keep_its_group(group: ProcessGroup) -> None:
         same(torch.autograd.grad(out.sum(), x, retain_graph=True)[0], torch.ones(4, 3), held_input)
         with pytest.raises(GroupError, match="its process group was destroyed"):
             torch.autograd.grad(out, x, torch.ones(4, 3, requires_grad=True), create_graph=True)
+
+
+@pytest.mark.ranks(2)
+def test_who_replaces_apply_sees_every_mapping(group: ProcessGroup) -> None:
+    """Checkers of types that patch ``torch.autograd.Function.apply``, as spmd_types does."""
+    if not hasattr(torch.autograd.Function.apply, "__func__"):
+        pytest.skip("torch enters every function by itself")
+    seen: list[str] = []
+    torchs = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def watched(cls: Any, *args: Any) -> Any:
+        seen.append(cls.__name__)
+        return torchs(cls, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.autograd.Function, "apply", classmethod(watched))
+        for name, call in MAPPINGS.items():
+            if not name.startswith("collective."):
+                seen.clear()
+                run(call, torch.ones(local_shape(call, group.rank(), 2), requires_grad=True), group)
+                assert seen, name

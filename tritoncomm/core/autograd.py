@@ -78,12 +78,17 @@ def direct(cls: Any) -> Any:
     if not hasattr(_base.apply, "__func__"):
         return cls
     # Function.apply also binds defaults, and searches the arguments for tensors that outlived a functorch transform.
-    # Both together take as long as a small mapping. Inside such a transform, and for subclasses, the ordinary one runs.
+    # Both together take as long as a small mapping. Inside such a transform, for subclasses, and where somebody has
+    # replaced it, as checkers of types do, the ordinary one runs.
     # ``super(_base, cls)`` skips ``Function``, whose base class has the C++ entry.
-    enter, ordinary = super(_base, cls).apply, _base.apply.__func__  # pyright: ignore[reportAttributeAccessIssue]
+    enter = super(_base, cls).apply  # pyright: ignore[reportAttributeAccessIssue]
+    attributes = _base.__dict__
+    torchs = attributes["apply"]
 
     def apply(called: Any, *args: Any) -> Any:
-        return enter(*args) if called is cls and not _transformed() else ordinary(called, *args)
+        if called is cls and attributes["apply"] is torchs and not _transformed():
+            return enter(*args)
+        return super(cls, called).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
 
     cls.apply = classmethod(apply)
     return cls
