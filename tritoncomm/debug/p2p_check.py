@@ -93,9 +93,11 @@ class CheckedHop:
     Args:
         neighbours: of this stage (``p2p.neighbours.Neighbours``).
         contents: by key (send_next, recv_prev, ...) the tensors sent or expected.
+        refused: whether the step is given up next. It sets no keys: a peer that saw one before the verdict would enter
+            a transfer that nobody makes.
     """
 
-    def __init__(self, neighbours: Any, name: str, contents: Mapping[str, Content]) -> None:
+    def __init__(self, neighbours: Any, name: str, contents: Mapping[str, Content], *, refused: bool = False) -> None:
         self._store: JobStore = job_store()
         self._name, self._stage = name, str(neighbours)
         file, line = located(call_site(2))
@@ -112,7 +114,8 @@ class CheckedHop:
             which = f", transfer {count} from rank {ends[0]} to rank {ends[1]}"
             # Key 0 is the sender's, key 1 the receiver's.
             own_key, peer_key = (f"{channel}/{count}/{int(side)}" for side in (not is_send, is_send))
-            self._store.set(own_key, json.dumps([key, contents[key], words]))
+            if not refused:
+                self._store.set(own_key, json.dumps([key, contents[key], words]))
             mine = Blocked(channel, words + which, [[peer_key, peer]])
             self._transfers[key] = _Transfer(mine, peer, peer_key, contents[key], key)
 

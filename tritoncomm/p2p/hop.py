@@ -104,7 +104,7 @@ def exchange(
             sides = {**outgoing, **expected}
             # ``give_up`` closes the channels to the neighbours, whose transfers fail with this error then.
             contents = {key: Content("refused arguments", specs=None) for key, x in sides.items() if x is not None}
-            CheckedHop(neighbours, name, contents).give_up(f"{type(error).__name__}: {error}")
+            CheckedHop(neighbours, name, contents, refused=True).give_up(f"{type(error).__name__}: {error}")
         raise
     if transfers is not None:
         # ``hooks.begin`` has this dict, which was empty: shapes are known only here.
