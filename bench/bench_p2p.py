@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
 from bench.cost import Cost
-from bench.guard import row_target
+from bench.guard import MORE_WORK, row_target
 from bench.harness import Clock, Row
 from bench.hosts import cpu_device, megatron_part, no_op_group, peer
 from tritoncomm import groups, p2p, record
@@ -267,6 +267,12 @@ def count(case: Case, provider: str, host: Host) -> dict[str, float]:
     return {"messages": host.messages, "passes": passes, "synchronisations": host.synchronisations}
 
 
+def limits(case: Case) -> dict[str, float]:
+    """Limits of a row. Headers carry dtypes and any number of dims, and single messages are checked and counted."""
+    target = row_target()
+    return dict.fromkeys(target, MORE_WORK) if case.varies or not case.batched else target
+
+
 def measure(case: Case, host: Host, clock: Clock) -> Iterator[Row]:
     """All providers in one row."""
     with host.filling(case):
@@ -274,7 +280,7 @@ def measure(case: Case, host: Host, clock: Clock) -> Iterator[Row]:
         assert_agree(case, hops)
         counted = {provider: count(case, provider, host) for provider in hops}
         by_count = {what: {provider: counted[provider][what] for provider in hops} for what in counted["ours"]}
-        yield clock.time(case.label, hops, INNER, **row_target(), **by_count)
+        yield clock.time(case.label, hops, INNER, **limits(case), **by_count)
 
 
 def missed(row: Row) -> list[str]:

@@ -34,6 +34,7 @@ __all__ = [
     "ALLOWED",
     "BUCKET_US",
     "MEAN",
+    "MORE_WORK",
     "NEWEST_MEAN",
     "RESULTS",
     "ROW",
@@ -54,6 +55,7 @@ __all__ = [
 ALLOWED = 0.10
 ROW, ROW_WITH_SPREAD = 1.00, 1.05  # of a peer's host time: a row at most; the most that its spread may add up to
 MEAN, NEWEST_MEAN = 0.90, 1.00  # of Megatron's: geometric mean of the mappings, up to torch 2.13 and after it
+MORE_WORK = 1.20  # of Megatron's host time: a hop with a header, or one that Megatron makes with bare calls
 STEP = 0.97  # of Megatron's own: a whole training step of its GPT, patched
 BUCKET_US = 100  # host time of ``plan.execute`` per bucket of a resharding
 TORCH = (2, 13)  # the newest release on which rows have a target of their own
