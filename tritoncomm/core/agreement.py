@@ -22,7 +22,7 @@ __all__ = ["agree", "largest"]
 
 _SHOWN = 4  # differences of a message
 _KNOWS, _REFUSED, _LACKS, _TOLD = range(4)
-"""What a rank says of itself: it knows all values, has an error, lacks some, or was told those that it lacked."""
+"""States of a rank: it knows all values, has an error, lacks some, or was told those that it lacked."""
 
 
 def agree(

@@ -357,8 +357,9 @@ class ReshardPlan:
         if self._has_names(by_name):
             return [(x, local_of(x)) for x in by_name.values()]
         names = [item.name for item in self.items]
-        lacking = [key for key, shapes in zip(names, self._shapes, strict=True) if key not in by_name and shapes[side]]
-        if lacking or any(key not in names for key in by_name) or not isinstance(tensors, Mapping):
+        parts = {key: shapes[side] for key, shapes in zip(names, self._shapes, strict=True)}
+        lacking = [key for key, part in parts.items() if key not in by_name and part is not None]
+        if lacking or not by_name.keys() <= parts.keys() or not isinstance(tensors, Mapping):
             raise ArgumentError(f"reshard: the plan is for {names}, not for {list(by_name)}")
         device = next((local_of(x).device for x in by_name.values() if isinstance(x, Tensor)), self._device)
         pairs = []

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ _SHOWN = 3  # names of an error
 
 @dataclass(frozen=True)
 class Kinds:
-    """What a rank knows of the tensors of a call, by their names, which are equal on every rank.
+    """Knowledge of a rank about the tensors of a call, by their names, which are equal on every rank.
 
     Attributes:
         names: of all tensors, in the order of the plan.
@@ -38,6 +39,11 @@ class Kinds:
     sources: tuple[int, ...]
     results: tuple[int, ...]
     has_outs: bool
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        """Place of every name."""
+        return {key: place for place, key in enumerate(self.names)}
 
     @property
     def is_complete(self) -> bool:
@@ -82,12 +88,12 @@ class Kinds:
 
     def source_of(self, key: str, device: torch.device) -> Tensor:
         """Return an empty tensor in place of the tensor ``key``, which this rank lacks."""
-        number, records = divmod(self.sources[self.names.index(key)], 2)
+        number, records = divmod(self.sources[self._places[key]], 2)
         return torch.empty(0, dtype=_DTYPES[number - 1], device=device, requires_grad=bool(records))
 
     def result_of(self, key: str, default: torch.dtype, device: torch.device) -> Tensor:
         """Return an empty tensor in place of ``out`` of ``key``, which this rank lacks."""
-        number = self.results[self.names.index(key)]
+        number = self.results[self._places[key]]
         return torch.empty(0, dtype=_DTYPES[number - 1] if number else default, device=device)
 
 
@@ -100,7 +106,8 @@ def kinds_of(name: str, tensors: Any, source: Any, dtype: Any, out: Any) -> Kind
     names = tuple(by_name)
     if isinstance(tensors, Mapping) and isinstance(source, Mapping):
         names = tuple(named(source, name))
-        unknown = [key for key in by_name if key not in names]
+        known = set(names)
+        unknown = [key for key in by_name if key not in known]
         if unknown:
             raise ArgumentError(f"{name}: nothing is given for {unknown}, but for {list(names)}")
     records = out is None and torch.is_grad_enabled()

@@ -136,7 +136,7 @@ def parse(
         raise ArgumentError(f"{name}: grad must be replicated or partial, not {grad!r}")
     outs_by_name = {} if out is None else named(out, name)
     dtypes = _per_tensor(dtype, kinds.names, name)
-    if out is not None and (more := [key for key in outs_by_name if key not in kinds.names]):
+    if out is not None and (more := [key for key in outs_by_name if key not in sides]):
         raise ArgumentError(f"{name}: out has {more}, but there are {list(kinds.names)}")
     may_record = out is None and torch.is_grad_enabled()
     is_plan = name == "reshard_plan"  # a plan may be made of dtypes, and of tensors without data
