@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import gelu
 
 from bench import by_hand
-from bench.guard import row_target
+from bench.guard import COUNTED, row_target
 from bench.harness import Clock, Row, Samples
 from bench.hosts import megatron_part, missing_megatron, no_op_group, peer, run_backward
 from bench.timing import quiet_host
@@ -180,7 +180,7 @@ def measure(case: Case, host: dict[str, Any], clock: Clock) -> Iterator[Row]:
             lambda calls=calls: sampled(calls, clock.rounds, inner),
             mode=mode,
             passes=counted,
-            **row_target(),
+            **row_target(COUNTED),
         )
 
 

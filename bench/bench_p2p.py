@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
 from bench.cost import Cost
-from bench.guard import MORE_WORK, row_target
+from bench.guard import MORE_WORK, ROW, row_target
 from bench.harness import Clock, Row
 from bench.hosts import cpu_device, megatron_part, no_op_group, peer
 from tritoncomm import groups, p2p, record
@@ -269,8 +269,7 @@ def count(case: Case, provider: str, host: Host) -> dict[str, float]:
 
 def limits(case: Case) -> dict[str, float]:
     """Limits of a row. Headers carry dtypes and any number of dims, and single messages are checked and counted."""
-    target = row_target()
-    return dict.fromkeys(target, MORE_WORK) if case.varies or not case.batched else target
+    return row_target(MORE_WORK if case.varies or not case.batched else ROW)
 
 
 def measure(case: Case, host: Host, clock: Clock) -> Iterator[Row]:

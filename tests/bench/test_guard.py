@@ -126,12 +126,12 @@ def test_committed_figures_are_rows_that_hold_their_limits() -> None:
 @pytest.mark.parametrize(
     ("ratio", "spread", "limits", "passes"),
     [
-        (1.00, 0.00, guard.row_target("2.13.0+cpu"), True),
-        (1.02, 0.01, guard.row_target("2.13.0+cpu"), False),
-        (1.02, 0.02, guard.row_target("2.11.0"), True),
-        (1.05, 0.30, guard.row_target("2.13.0"), True),
-        (1.06, 0.30, guard.row_target("2.13.0"), False),
-        (1.50, 0.00, guard.row_target("2.14.0a0+git0"), True),
+        (1.00, 0.00, guard.row_target(version="2.13.0+cpu"), True),
+        (1.02, 0.01, guard.row_target(version="2.13.0+cpu"), False),
+        (1.02, 0.02, guard.row_target(version="2.11.0"), True),
+        (1.05, 0.30, guard.row_target(version="2.13.0"), True),
+        (1.06, 0.30, guard.row_target(version="2.13.0"), False),
+        (1.50, 0.00, guard.row_target(version="2.14.0a0+git0"), True),
         (0.97, 0.00, {"limit": guard.STEP}, True),
         (0.98, 0.30, {"limit": guard.STEP}, False),
     ],
