@@ -116,7 +116,7 @@ def _alternate(step: Callable[[], Any], rounds: int, inner: int) -> Samples:
 
 
 def measure(case: Case, _: None, clock: Clock) -> Iterator[Row]:
-    """One row; its ratios are of medians."""
+    """One row, measured once more where the machine was not quiet; its ratios are of medians."""
     config = _helpers().transformer_config(
         {"tensor_model_parallel_size": WORLD}, sequence_parallel=case.sequence_parallel
     )
@@ -129,11 +129,14 @@ def measure(case: Case, _: None, clock: Clock) -> Iterator[Row]:
             return _alternate(step, clock.rounds, case.inner)
 
     target = {"limit": guard.STEP} if case.what == "GPT step" else guard.row_target()
-    row = clock.row(case.label, sample, **target)
-    medians = {provider: us["median"] for provider, us in row["us"].items()}
-    row["ratio"] = {"megatron": round(medians["ours"] / medians["megatron"], 3)}
-    row["spread"] = {"megatron": row["spread"]["megatron"]}
-    row["control"] = {"control": round(medians["control"] / medians["megatron"], 3)}
+    for _ in range(2):
+        row = clock.row(case.label, sample, **target)
+        medians = {provider: us["median"] for provider, us in row["us"].items()}
+        row["ratio"] = {"megatron": round(medians["ours"] / medians["megatron"], 3)}
+        row["spread"] = {"megatron": row["spread"]["megatron"]}
+        row["control"] = {"control": round(medians["control"] / medians["megatron"], 3)}
+        if not unquiet(row):
+            break
     yield row
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "all_to_all_single",
     "cached_all_gather",
     "cached_all_to_all",
+    "cached_all_to_all_single",
     "cached_reduce_scatter",
     "check_split_sizes",
     "chunk_sizes",
@@ -155,7 +156,7 @@ def split(shape: Ints, dim: int, world: int, rank: int, sizes: Ints | None = Non
 
 _cached = lru_cache(maxsize=8192)  # shapes repeat in every step, and a plan takes as long as a small collective
 cached_all_gather, cached_reduce_scatter = _cached(all_gather), _cached(reduce_scatter)
-cached_all_to_all = _cached(all_to_all)
+cached_all_to_all, cached_all_to_all_single = _cached(all_to_all), _cached(all_to_all_single)
 
 
 def all_reduce_bytes(nbytes: int, world: int) -> int:
