@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
@@ -17,7 +18,7 @@ from tritoncomm import variables
 from tritoncomm.integrations import transformers as ours
 from tritoncomm.integrations.trainer import UlyssesTrainerMixin
 
-__all__ = ["KINDS", "Report", "Run", "Steps", "run_job_of_trainers"]
+__all__ = ["KINDS", "Report", "Run", "Steps", "Sums", "run_job_of_trainers"]
 
 LENGTH, SAMPLES = 15, 14
 
@@ -49,6 +50,18 @@ class Run(NamedTuple):
     weights: list[Any]
 
 
+class Sums(NamedTuple):
+    """What a Trainer found that gathers sums for metrics, as TRL's does.
+
+    Attributes:
+        losses: of every step, then of two evaluations.
+        counts: labels, right guesses and tokens of the mask of the job's batch, for every call of ``compute_loss``.
+    """
+
+    losses: list[float]
+    counts: list[tuple[int, ...]]
+
+
 class Report(NamedTuple):
     """Results of a rank.
 
@@ -58,6 +71,7 @@ class Report(NamedTuple):
         saved: files of a checkpoint.
         errors: of each misuse, by its name.
         rounded: steps of each model, by "exact" (in fp32), "alone" and "sharded" (under bf16 autocast); see ``_steps``.
+        sums: of the Trainer that gathers sums, alone (None on other ranks) and over sequence shards.
     """
 
     alone: Run | None
@@ -65,6 +79,7 @@ class Report(NamedTuple):
     saved: list[str]
     errors: dict[str, str]
     rounded: dict[str, dict[str, Steps]]
+    sums: tuple[Sums | None, Sums]
 
 
 def _library() -> Any:
@@ -143,6 +158,60 @@ def _sharded_trainer() -> Any:
     return Sharded
 
 
+def _summing_trainer() -> Any:
+    """A Trainer that makes the calls of TRL's SFTTrainer: a loss and counts of its own, in evaluation, too."""
+
+    class Summing(_quiet_trainer()):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.counts: list[tuple[int, ...]] = []
+
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            inputs["use_cache"] = False
+            outputs = model(**inputs)
+            targets = inputs.get("shift_labels")
+            if targets is None:
+                targets = F.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
+            mask = targets != -100
+            loss = F.cross_entropy(outputs.logits[mask], targets[mask], reduction="sum")
+            loss = loss / (mask.sum() if num_items_in_batch is None else num_items_in_batch)
+            if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+                loss = loss * self.accelerator.num_processes
+            right = (outputs.logits.argmax(-1) == targets) & mask
+            gather = self.accelerator.gather_for_metrics
+            counts = (gather(x.sum()).sum() for x in (mask, right, inputs["attention_mask"]))
+            self.counts.append(tuple(map(int, counts)))
+            return (loss, outputs) if return_outputs else loss
+
+        def prediction_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            with torch.no_grad():
+                return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
+
+    return Summing
+
+
+def _sums(kind: Any, batch: int, evaluated: int, folder: str, **more: Any) -> Sums:
+    """Two steps of four samples in two parts with masks, and two evaluations, of a Trainer that gathers sums."""
+    args = _arguments(folder, max_steps=2, per_device_train_batch_size=batch, per_device_eval_batch_size=batch)
+    samples = _samples()
+    for place, sample in enumerate(samples):
+        sample["attention_mask"] = (torch.arange(LENGTH) < LENGTH - place // 2).long()
+        sample["labels"][sample["attention_mask"] == 0] = -100
+        sample["labels"][1] = sample["input_ids"][1]  # so that every batch has a label
+    trainer = kind(model=_model(), args=args, train_dataset=samples, eval_dataset=samples[:evaluated], **more)
+    trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    losses += [trainer.evaluate()["eval_loss"] for _ in range(2)]
+    return Sums([float(loss) for loss in losses], trainer.counts)
+
+
+def _mixed(kind: Any, metrics_are_sums: bool) -> Any:
+    """The class behind the mixin, which says of its numbers that they are sums, or does not."""
+    return type("Mixed", (UlyssesTrainerMixin, kind), {"metrics_are_sums": metrics_are_sums})
+
+
 KINDS = ("Llama", "Qwen3")
 
 
@@ -184,6 +253,7 @@ def run_job_of_trainers(ranks: Sequence[Mapping[str, str]], sequence: int, batch
     with tempfile.TemporaryDirectory() as folder:
         is_first, is_pair = not int(os.environ["PLACE"]), len(ranks) == 2
         alone = _run(_quiet_trainer(), 2, evaluated, folder) if is_first else None
+        counted = _sums(_summing_trainer(), 2, evaluated, folder) if is_first else None
         rounded: dict[str, dict[str, Steps]] = {kind: {} for kind in KINDS}
         for kind in KINDS if is_first and is_pair else ():
             for name, in_bf16 in (("exact", False), ("alone", True)):
@@ -191,13 +261,14 @@ def run_job_of_trainers(ranks: Sequence[Mapping[str, str]], sequence: int, batch
         group = _join(ranks, sequence)
         name = ours.register(group)
         sharded = _run(_sharded_trainer(), batch, evaluated, folder, ulysses=name)
+        sums = _sums(_mixed(_summing_trainer(), True), batch, evaluated, folder, ulysses=name)
         for kind in KINDS if is_pair else ():
             rounded[kind]["sharded"] = _steps(kind, _sharded_trainer(), folder, ulysses=name)
         saved = _saved(folder, name) if is_pair else []
         errors = _misuses(group, name, folder) if is_pair else {}
     ours.unregister()
     tritoncomm.destroy()
-    return Report(alone, sharded, saved, errors, rounded)
+    return Report(alone, sharded, saved, errors, rounded, (counted, sums))
 
 
 class _Stream(IterableDataset[dict[str, Tensor]]):
@@ -243,6 +314,11 @@ def _misuses(group: dist.ProcessGroup, name: str, folder: str) -> dict[str, str]
     bare = kind(model=_model(), args=args, train_dataset=[{"input_ids": x["input_ids"]} for x in samples])
     errors["no labels"] = _error(bare.train)
     errors["no registration"] = _error(lambda: kind(model=_model(), args=args, ulysses="none"))
+    masked = [sample | {"attention_mask": torch.ones(LENGTH, dtype=torch.long)} for sample in samples]
+    summing = _mixed(_summing_trainer(), False)
+    may_be_means = summing(model=_model(), args=args, train_dataset=masked, eval_dataset=masked, ulysses=name)
+    errors["sums or means, train"] = _error(may_be_means.train)
+    errors["sums or means, evaluate"] = _error(may_be_means.evaluate)
     errors["options"] = _options_refused(kind, args, samples)
     return errors
 

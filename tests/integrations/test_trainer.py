@@ -40,7 +40,7 @@ def two_ranks() -> list[Report]:
 def check_runs(reports: list[Report], evaluated: int) -> None:
     alone = reports[0].alone
     assert alone is not None
-    for _, sharded, _, _, _ in reports:
+    for sharded in (report.sharded for report in reports):
         assert sharded.losses == pytest.approx(alone.losses, abs=1e-6)
         assert len(set(alone.losses)) == 3
         assert sharded.norms == pytest.approx(alone.norms, abs=1e-6)
@@ -55,6 +55,22 @@ def check_runs(reports: list[Report], evaluated: int) -> None:
 
 def test_three_steps_are_those_of_one_process(two_ranks: list[Report]) -> None:
     check_runs(two_ranks, 5)
+
+
+def check_sums(reports: list[Report]) -> None:
+    alone = reports[0].sums[0]
+    assert alone is not None
+    assert len({right for _, right, _ in alone.counts}) > 1
+    for _, sharded in (report.sums for report in reports):
+        assert sharded.losses == pytest.approx(alone.losses, abs=1e-6)
+        assert alone.losses[-1] == alone.losses[-2]
+        totals = [[sum(column) for column in zip(*run.counts, strict=True)] for run in (alone, sharded)]
+        assert totals[0] == totals[1]  # batches differ where there are more groups than one
+        assert len(reports) > 2 or sharded.counts == alone.counts
+
+
+def test_counts_that_a_class_gathers_are_those_of_one_process(two_ranks: list[Report]) -> None:
+    check_sums(two_ranks)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,10 +91,16 @@ def test_rank_0_saves_the_model(two_ranks: list[Report]) -> None:
 
 @pytest.mark.slow
 def test_two_sequence_groups_are_data_parallel() -> None:
-    check_runs(job(run_job_of_trainers, 4, 2, 1, 4), 4)
+    reports = job(run_job_of_trainers, 4, 2, 1, 4)
+    check_runs(reports, 4)
+    check_sums(reports)
 
 
 NOT_SHARDED = "ArgumentError: tritoncomm_ulysses: shard_batch did not make these position_ids"
+MAY_BE_MEANS = (
+    "UnsupportedError: Mixed: compute_loss of trainer_jobs._summing_trainer.<locals>.Summing gathers numbers of a "
+    "sequence shard for metrics. If each is a sum over tokens of its shard, and no mean, set metrics_are_sums = True"
+)
 OTHER_SAMPLES = "MismatchError: shard_batch: ranks of the group have different batches, nothing was sent: input_ids is"
 MISUSES = {
     "train": NOT_SHARDED,
@@ -87,6 +109,8 @@ MISUSES = {
     "own samples": OTHER_SAMPLES,
     "own samples, in check mode": OTHER_SAMPLES,
     "no labels": "ArgumentError: Sharded: a batch needs labels, only input_ids are there",
+    "sums or means, train": MAY_BE_MEANS,
+    "sums or means, evaluate": MAY_BE_MEANS,
     "no registration": "ArgumentError: 'none' is not registered here",
     "options": "UnsupportedError: Sharded: compute_loss_func, label_smoothing_factor, dispatch_batches, "
     "train_sampling_strategy='batch_rebalance': not supported over sequence shards",

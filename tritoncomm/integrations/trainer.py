@@ -5,7 +5,8 @@ The ranks of a sequence group draw the same samples, and each computes the loss 
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ __all__ = ["UlyssesTrainerMixin"]
 
 # To type checkers the mixin is a Trainer of any kind; an import of transformers would cost every user seconds.
 _Base: Any = Any if TYPE_CHECKING else object
+_SUMS_SINCE = 1, 15  # release of TRL whose SFTTrainer gathers sums; earlier ones gathered means, too
 
 
 class UlyssesTrainerMixin(_Base):
@@ -30,7 +32,13 @@ class UlyssesTrainerMixin(_Base):
     all ranks: ``Trainer`` multiplies each loss by their number, and the losses of a group add up.
 
     Evaluation gives every rank the loss, the logits and the labels of full sequences. In ``compute_loss``, ``inputs``
-    of subclasses before this class are full sequences; those of classes behind it, and the outputs, are shards.
+    of subclasses before this class are full sequences; those of classes behind it, and the outputs, are shards. For
+    numbers of them that are gathered for metrics see ``metrics_are_sums``.
+
+    Attributes:
+        metrics_are_sums: whether every number that a class passes to ``accelerator.gather_for_metrics`` is a sum over
+            tokens of a shard. The group adds it up then. False by default: such a call is refused, but in TRL's
+            ``SFTTrainer`` from 1.15 on, which is known to gather sums.
 
     Args:
         args, kwargs: of ``Trainer``.
@@ -40,14 +48,17 @@ class UlyssesTrainerMixin(_Base):
     Raises:
         ArgumentError: nothing is registered under ``ulysses``, or groups of ranks do not divide the job evenly.
         UnsupportedError: an option that would give other numbers than one process: own loss functions, label
-            smoothing, NEFTune, batches that rank 0 dispatches, ``batch_rebalance``, other parallelism; or a model whose
-            outputs have a further loss.
+            smoothing, NEFTune, batches that rank 0 dispatches, ``batch_rebalance``, other parallelism; a model whose
+            outputs have a further loss; or numbers of a shard that are gathered for metrics and may be no sums.
 
     Example:
         ``SequenceTrainer(model=model, args=args, train_dataset=data, ulysses=register(group)).train()``
     """
 
+    metrics_are_sums = False
+
     def __init__(self, *args: Any, ulysses: str = NAME, unverified: bool = False, **kwargs: Any) -> None:
+        self._is_in_step = False
         self.ulysses, self.unverified, self.sequence_group = ulysses, unverified, group_of(ulysses)
         super().__init__(*args, **kwargs)
         self._refuse_options()
@@ -143,7 +154,31 @@ class UlyssesTrainerMixin(_Base):
             return x.unflatten(0, (world, -1))[self._leaders].flatten(0, 1)[:count]
 
         apply = importlib.import_module("accelerate.utils").recursively_apply
+        if self._is_in_step and self.sequence_group.size() > 1:
+            self._check_sums()
+            input_data = apply(lambda x: eager.all_reduce(x, self.sequence_group, "gather_for_metrics"), input_data)
         return apply(select, self.accelerator.gather(input_data))
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """Within: ``gather_for_metrics`` gets numbers of shards. Outside, `Trainer` passes it full sequences."""
+        before, self._is_in_step = self._is_in_step, True
+        try:
+            yield
+        finally:
+            self._is_in_step = before
+
+    def _check_sums(self) -> None:
+        """Reject numbers of a shard that may be no sums: a mean over a shard is not one over the sequence."""
+        owner = next(
+            each for each in type(self).__mro__ if "compute_loss" in vars(each) and each is not UlyssesTrainerMixin
+        )
+        if not (self.metrics_are_sums or _is_known_to_sum(owner)):
+            raise UnsupportedError(
+                f"{type(self).__name__}: compute_loss of {owner.__module__}.{owner.__qualname__} gathers numbers of a "
+                "sequence shard for metrics. If each is a sum over tokens of its shard, and no mean, set "
+                f"metrics_are_sums = True in {type(self).__name__}. TRL's SFTTrainer gathers only sums from 1.15 on"
+            )
 
     # Numbers: a rank has a share of its group's batch.
 
@@ -169,14 +204,29 @@ class UlyssesTrainerMixin(_Base):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Compute the loss as ``Trainer`` does, of this rank's shard of ``inputs``."""
-        if num_items_in_batch is None:
+        shard, size = shard_batch(inputs, self.sequence_group), self.sequence_group.size()
+        if "labels" not in shard:
             raise ArgumentError(f"{type(self).__name__}: a batch needs labels, only {', '.join(inputs)} are there")
-        shard = shard_batch(inputs, self.sequence_group)
-        loss, outputs = super().compute_loss(model, shard, True, num_items_in_batch)  # True: return the outputs too
-        self._refuse_further_losses(outputs)
-        return (loss, outputs) if return_outputs else loss
+        if num_items_in_batch is None:  # as `Trainer` counts them if every group has as many labels
+            lanes = len(self._leaders) if self.args.average_tokens_across_devices else 1 / size
+            num_items_in_batch = shard["num_items_in_batch"] * lanes
+        # The model attends to all positions, and needs the mask of all. Others see the mask of the inputs' positions.
+        mask = shard.pop("attention_mask", None)
+        if inputs.get("attention_mask") is not None:
+            shard["attention_mask"] = self._shard_of(mask)
+        with self._step():
+            return super().compute_loss(_Sharded(self, model, mask), shard, return_outputs, num_items_in_batch)
 
-    def _refuse_further_losses(self, outputs: Any) -> None:
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Train as ``Trainer`` does."""
+        with self._step():
+            return super().training_step(*args, **kwargs)
+
+    def _shard_of(self, x: Tensor) -> Tensor:
+        """Return this rank's positions of ``x`` ``[b, S]``, whose length the ranks divide."""
+        return x.chunk(self.sequence_group.size(), dim=1)[self.sequence_group.rank()]
+
+    def refuse_further_losses(self, outputs: Any) -> None:
         """Reject outputs with a loss besides the one that is a mean over labels: it would be of this rank's tokens."""
         if not isinstance(outputs, Mapping) or self.sequence_group.size() == 1:
             return
@@ -192,7 +242,8 @@ class UlyssesTrainerMixin(_Base):
         called = model
         if any(inputs.get(name) is None for name in self.label_names):  # `Trainer` does not call compute_loss then
             called = lambda **whole: model(**shard_batch(whole, self.sequence_group))  # noqa: E731
-        loss, logits, labels = super().prediction_step(called, inputs, prediction_loss_only, ignore_keys)
+        with self._step():
+            loss, logits, labels = super().prediction_step(called, inputs, prediction_loss_only, ignore_keys)
         if loss is not None:
             loss = eager.all_reduce(loss, self.sequence_group, "prediction_step") / self.sequence_group.size()
         return loss, self._full(logits, length), labels
@@ -208,3 +259,29 @@ class UlyssesTrainerMixin(_Base):
             shape = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
             raise UnsupportedError(f"{type(self).__name__}: an output {shape} that has no dim of {run} positions")
         return eager.all_gather(outputs, 1, self.sequence_group, None, "prediction_step")[:, :length]
+
+
+class _Sharded:
+    """Model as classes behind the mixin call it: with the mask of all positions, and with outputs that are checked."""
+
+    def __init__(self, trainer: UlyssesTrainerMixin, model: Any, mask: Tensor | None) -> None:
+        self._trainer, self._model, self._mask = trainer, model, mask
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Call the model; the mask in ``inputs`` is of this rank's positions."""
+        if self._mask is not None:
+            inputs["attention_mask"] = self._mask
+        outputs = self._model(**inputs)
+        self._trainer.refuse_further_losses(outputs)
+        return outputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _is_known_to_sum(owner: type) -> bool:
+    """Whether ``compute_loss`` of the class gathers nothing but sums over tokens."""
+    if (owner.__module__, owner.__qualname__) != ("trl.trainer.sft_trainer", "SFTTrainer"):
+        return False
+    major, minor = importlib.import_module("trl").__version__.split(".")[:2]
+    return (int(major), int(minor)) >= _SUMS_SINCE
