@@ -381,9 +381,9 @@ def _frozen_linear(theirs: Any, linear_class: Any) -> Sequence[Any]:
 
 
 def _cross_entropy(theirs: Any) -> Sequence[Any]:
-    """Return our object for Megatron's cross entropy, as a list of one."""
+    """Return our object for Megatron's cross entropy ``theirs``, as a list of one."""
     group = _state.original("parallel_state", "get_tensor_model_parallel_group")
-    return [megatron_functions.VocabParallelCrossEntropy(theirs, group)]
+    return [megatron_functions.VocabParallelCrossEntropy(group)]
 
 
 def _check_signature(label: str, theirs: Any, ours: Any) -> None:

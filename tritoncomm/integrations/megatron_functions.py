@@ -474,11 +474,11 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup
 class VocabParallelCrossEntropy:
     """Vocabulary-parallel cross entropy with the arguments of Megatron's ``vocab_parallel_cross_entropy``."""
 
-    def __init__(self, theirs: Any, tensor_group: Callable[[], ProcessGroup]) -> None:
+    def __init__(self, tensor_group: Callable[[], ProcessGroup]) -> None:
         # The tensor package takes longer to import than everything else here, and this function is opt-in.
         from tritoncomm.tensor.vocab_parallel import cross_entropy_rows
 
-        self._theirs, self._tensor_group, self._rows = theirs, tensor_group, cross_entropy_rows
+        self._tensor_group, self._rows = tensor_group, cross_entropy_rows
 
     def __call__(
         self,
@@ -488,14 +488,15 @@ class VocabParallelCrossEntropy:
         tp_group: ProcessGroup | None = None,
     ) -> Tensor:
         """Return the loss of every position in fp32; sends one all-gather of two numbers a row."""
-        # Megatron smooths over the local vocabulary, so its own function runs these calls.
-        if label_smoothing:
-            more = {} if tp_group is None else {"tp_group": tp_group}  # from 0.19 on
-            return self._theirs(vocab_parallel_logits, target, label_smoothing, **more)
+        if not 0 <= label_smoothing < 1:
+            raise ArgumentError(f"vocab_parallel_cross_entropy: label_smoothing={label_smoothing} needs 0 <= a < 1")
         group = self._tensor_group() if tp_group is None else tp_group
         size = vocab_parallel_logits.shape[-1]
         bounds = group.rank() * size, size
         classes = size * group.size()
         logits = vocab_parallel_logits.float()
-        # Without class weights and smoothing. Targets of -100 are ignored; [1] is the divisor of a mean.
-        return self._rows(logits, target, None, bounds, classes, ignore_index=-100, smoothing=0.0, group=group)[0]
+        # Every class but the target gets a/(C - 1), of all C classes; Megatron takes C of this rank's part. Written as
+        # (1 - e) nll + e mean(-log p), e is a C/(C - 1).
+        smoothing = label_smoothing * classes / (classes - 1) if label_smoothing else 0.0
+        # Without class weights. Targets of -100 are ignored; [1] is the divisor of a mean.
+        return self._rows(logits, target, None, bounds, classes, -100, smoothing, group)[0]
