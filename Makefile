@@ -31,7 +31,7 @@ SITE := $(VENV)/.site
 MEGATRON := $(lastword $(megatrons))
 endif
 
-.PHONY: help demo test test-quick test-all test-megatron test-models test-matrix test-oldest test-newest programs docs docs-site dist check faults soak fuzz mutations bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
+.PHONY: help demo test test-quick test-all test-megatron test-models test-matrix test-world test-oldest test-newest programs docs docs-site dist check faults soak fuzz mutations bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
 
 help:  ## lists the targets
 	@sed -n 's/^\([a-z][a-z -]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r names text; do \
@@ -70,6 +70,19 @@ test-matrix: $(READY) $(PEERS) $(unpacked)  ## runs the table of versions
 # All causal language models of the installed transformers: two seeds, grouped and full key/value heads, 1 and 2 ranks.
 test-models: $(READY) $(PEERS)  ## tests every model of transformers
 	$(PY) -m pytest tests/integrations/test_models.py -v $(WORKERS)
+
+# Peers' own test suites and recipes with the newest releases, first alone, then with ours in their place. Their sources
+# come from GitHub; WORLD_MEGATRON= names a folder or a git repository instead. ARGS="--only TRL" runs one suite, and
+# --write puts the rows into docs/compatibility.md.
+world := torch transformers accelerate trl datasets requests pytest-mock
+test-world: $(if $(PYTHON),,.venv-world/.ready $(MEGATRON:%=.megatron/%))  ## runs peers' own tests with ours in their place
+	PYTHONPATH=$(MEGATRON:%=$(CURDIR)/.megatron/%:)$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/tools$(PYTHONPATH:%=:%) \
+	    $(or $(PYTHON),.venv-world/bin/python) -m outside $(ARGS)
+
+.venv-world/.ready: pyproject.toml
+	$(BOOTSTRAP) -m venv .venv-world
+	.venv-world/bin/python $(install) --upgrade -e '.[cli,test]' $(world)
+	@touch $@
 
 QUICK := core mappings p2p reshard tensor debug cli kernels test_collective.py test_groups.py test_imports.py test_ulysses.py
 test-quick: $(READY)  ## runs the tests of the library without its peers
@@ -170,4 +183,4 @@ $(VENV)/.site: $(VENV)/.ready
 	@touch $@
 
 clean:  ## removes the environments and caches
-	rm -rf $(VENV) .venv-oldest .venv-newest .megatron dist site .pytest_cache .ruff_cache .benchmarks
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-world .world .megatron dist site .pytest_cache .ruff_cache .benchmarks

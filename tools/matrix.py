@@ -56,6 +56,14 @@ The tests compare with transformers, DeepSpeed, yunchang and Megatron-core 0.16.
 Tests of the integration and of the pipeline schedules, the slow ones included, with each release in a process of its
 own: `make test-megatron`. Releases from 0.17 on declare Python 3.12 or newer, and import on older ones too.
 """
+OUTSIDE = """
+## Peers' own tests
+
+`make test-world` runs them on the CPU, over Gloo: first alone, then with ours in the peer's place. A test that passes
+alone and fails with ours fails the run. A shim takes the place of CUDA, and the tests' files stay as they are. What
+fails alone needs a GPU, a network or a package that is not there. Tests that compare ours with the package themselves
+have one count.
+"""
 
 
 def page(results: Mapping[str, Any]) -> str:
@@ -68,7 +76,10 @@ def page(results: Mapping[str, Any]) -> str:
     megatron = [["release", "declares Python", *names]]
     for version, python in MEGATRON.items():
         megatron.append([version, f"{python} or newer", *(_cell(results, name, version) for name in names)])
-    return "\n".join([HEAD, *_table(rows), BETWEEN, *_table(megatron), ""])
+    outside = [["suite", "of", "ranks", "tests", "day"]]
+    for name, row in results.get("world", {}).items():
+        outside.append([name, row["package"], str(row["ranks"]), row["cell"], row["date"]])
+    return "\n".join([HEAD, *_table(rows), BETWEEN, *_table(megatron), OUTSIDE, *_table(outside), ""])
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
