@@ -2,11 +2,13 @@
 
 Four layers of hidden size 32 on 16 tokens, tensor parallel over a no-op process group of two ranks: a step is all host
 work, and everything but the collectives is Megatron's. Rounds alternate, and Megatron is also timed against itself: a
-control that is off by more than ``CONTROL`` means that the machine was not quiet. Thread CPU time; ratios of medians.
+control that is off by more than ``CONTROL`` means that the machine was not quiet. Thread CPU time; medians of ratios
+within a round.
 ``python bench/bench_megatron_step.py`` prints the table; ``--json PATH`` writes it with versions.
 """
 
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -116,7 +118,7 @@ def _alternate(step: Callable[[], Any], rounds: int, inner: int) -> Samples:
 
 
 def measure(case: Case, _: None, clock: Clock) -> Iterator[Row]:
-    """One row, measured once more where the machine was not quiet; its ratios are of medians."""
+    """One row, measured once more where the machine was not quiet; its ratios are medians of those of a round."""
     config = _helpers().transformer_config(
         {"tensor_model_parallel_size": WORLD}, sequence_parallel=case.sequence_parallel
     )
@@ -124,20 +126,28 @@ def measure(case: Case, _: None, clock: Clock) -> Iterator[Row]:
     for _ in range(20):
         step()
 
+    samples: list[Samples] = []
+
     def sample() -> Samples:
         with quiet_host():
-            return _alternate(step, clock.rounds, case.inner)
+            samples.append(_alternate(step, clock.rounds, case.inner))
+        return samples[-1]
 
     target = {"limit": guard.STEP} if case.what == "GPT step" else guard.row_target()
     for _ in range(2):
         row = clock.row(case.label, sample, **target)
-        medians = {provider: us["median"] for provider, us in row["us"].items()}
-        row["ratio"] = {"megatron": round(medians["ours"] / medians["megatron"], 3)}
+        row["ratio"] = {"megatron": _ratio(samples[-1], "ours")}
         row["spread"] = {"megatron": row["spread"]["megatron"]}
-        row["control"] = {"control": round(medians["control"] / medians["megatron"], 3)}
+        row["control"] = {"control": _ratio(samples[-1], "control")}
         if not unquiet(row):
             break
     yield row
+
+
+def _ratio(samples: Samples, provider: str) -> float:
+    """Median of the ratios to Megatron within a round: a machine that changes its speed changes both."""
+    pairs = zip(samples[provider], samples["megatron"], strict=True)
+    return round(statistics.median(one / other for one, other in pairs), 3)
 
 
 def unquiet(row: Row) -> list[str]:

@@ -84,6 +84,7 @@ class Part:
         """
         import pytest  # optional: the commands do without it
 
+        @pytest.mark.timeout(600)  # a case that was not quiet is measured twice, on a machine that may be slow
         @pytest.mark.filterwarnings("ignore")
         @pytest.mark.parametrize("case", self.cases, ids=_label)
         def test_case(benchmark: Any, case: Any) -> None:
