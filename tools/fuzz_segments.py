@@ -1,10 +1,10 @@
-"""Drawn tables of segments and rows by index: interpreted kernels and torch, against a loop over elements."""
+"""Drawn tables of segments and rows by index: interpreted kernels and torch, against the definition."""
 
 import os
 import traceback
-from collections.abc import Sequence
 from typing import Any
 
+import naive
 import torch
 from fuzz_calls import bits, problem_of
 from hypothesis import strategies as st
@@ -14,9 +14,9 @@ from torch import Tensor
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import PADDING, Copies, Segments, reference
+from tritoncomm_kernels import Copies, Segments, reference
 
-__all__ = ["by_element", "check_segments", "segments_of"]
+__all__ = ["check_segments", "segments_of"]
 
 _DTYPES = ("int8", "bfloat16", "float32", "int64", "complex64", "bool")
 
@@ -67,12 +67,6 @@ def check_segments(case: Any) -> None:
     {"table": _check_table, "copies": _check_copies, "rows": _check_rows}[case[0]](*case[1:])
 
 
-def _elements(x: Tensor) -> Tensor:
-    """Bytes of every element from the data pointer on, of any strides."""
-    extent = 0 if not x.numel() else 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    return x.as_strided((extent,), (1,)).view(torch.uint8).view(extent, x.itemsize)
-
-
 def _check_table(rows: list[Any], given: list[Any], nbytes: int, scatters: bool) -> None:
     dtypes = [getattr(torch, dtype) for dtype, _, _ in given]
     table = _refused(lambda: Segments(rows, dtypes))
@@ -94,7 +88,9 @@ def _check_table(rows: list[Any], given: list[Any], nbytes: int, scatters: bool)
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(copies, others, strict=True))
     wanted, expected = wire.clone(), [x.clone() if x.is_contiguous() else _strided(x) for x in tensors]
     if moved is not None:
-        by_element(table, expected, wanted, scatters)
+        by_definition = naive.scatter_segments if scatters else naive.gather_segments
+        ends = (wanted, expected) if scatters else (expected, wanted)
+        assert moved == by_definition(*ends, table), f"{moved} bytes"
     assert torch.equal(out, wanted), f"wire {out.tolist()}, not {wanted.tolist()}"
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(copies, expected, strict=True))
 
@@ -116,12 +112,8 @@ def _check_copies(rows: list[Any], given: list[Any], into: list[Any]) -> None:
     if any(x.dtype != dtype for x, dtype in zip(tensors, dtypes, strict=False)):
         return
     expected = [_filled(count * step, dtype, 9 + i)[::step] for i, (dtype, count, step) in enumerate(into)]
-    for s in table.segments if moved[0] is not None else ():
-        size, step = table.itemsize(s.tensor), s.wire_stride or s.row
-        for r in range(s.rows):
-            for k in range(s.row):
-                element = _elements(tensors[s.tensor])[s.offset + r * s.stride + k]
-                _elements(expected[s.tensor])[s.wire // size + r * step + k] = element
+    if moved[0] is not None:
+        assert moved[0] == naive.copy_segments(tensors, expected, table), f"{moved} bytes"
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(results[0], expected, strict=True))
 
 
@@ -129,24 +121,6 @@ def _strided(x: Tensor) -> Tensor:
     base = x.new_zeros(x.numel() * 2)
     base[::2] = x
     return base[::2]
-
-
-def by_element(table: Segments, tensors: Sequence[Tensor], wire: Tensor, scatters: bool) -> None:
-    """The definition of a table, one element at a time."""
-    for s in table.segments:
-        size, step = table.itemsize(s.tensor), s.wire_stride or s.row
-        for r in range(s.rows):
-            for k in range(s.row):
-                at = s.wire + (r * step + k) * size
-                if s.tensor == PADDING:
-                    if not scatters:
-                        wire[at : at + size] = 0
-                    continue
-                element = _elements(tensors[s.tensor])[s.offset + r * s.stride + k]
-                if scatters:
-                    element.copy_(wire[at : at + size])
-                else:
-                    wire[at : at + size] = element
 
 
 def _check_rows(index: list[int], given: tuple[str, int, int], kind: str, scatters: bool) -> None:

@@ -1,15 +1,26 @@
 """Calls of the kernels against their torch twins, in memory that shows what they touch besides."""
 
-import itertools
 import math
+from collections.abc import Callable
 
+import naive
 import torch
 import tritoncomm_kernels as kernels
 from bits import bits
 from torch import Tensor
 from tritoncomm_kernels import reference
 
-__all__ = ["COPIED", "FLOATS", "SPLIT_SIZES", "assert_same_numbers", "canaries_live", "copies", "guarded", "name_of"]
+__all__ = [
+    "COPIED",
+    "FLOATS",
+    "SPLIT_SIZES",
+    "assert_same_numbers",
+    "canaries_live",
+    "copies",
+    "guarded",
+    "in_every_way",
+    "name_of",
+]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 COPIED = (
@@ -24,6 +35,7 @@ SPLIT_SIZES = [
     *(tuple(range(33)), (1,) * 64),
 ]
 GUARD = 64  # elements
+NAIVE_ELEMENTS = 1 << 13  # of rows that the definition copies too, one by one
 POISON = {torch.bool: 1}
 
 
@@ -54,44 +66,60 @@ def assert_same_numbers(a: Tensor, b: Tensor) -> None:
     assert torch.equal(bits(a.masked_fill(a.isnan(), 0)), bits(b.masked_fill(b.isnan(), 0)))
 
 
-def by_index(rows: Tensor, world: int) -> Tensor:
-    """The definition: one element at a time."""
-    outer, row = rows.shape
-    run = -(-row // world)
-    wire = torch.zeros(world, outer, run, dtype=rows.dtype)
-    for w, o, k in itertools.product(range(world), range(outer), range(run)):
-        if w * run + k < row:
-            wire[w, o, k] = rows[o, w * run + k]
-    return wire
+def in_every_way(call: Callable[..., int], *tensors: Tensor, nan: bool = False) -> list[Tensor]:
+    """Run ``call(module, *tensors)`` by kernels, by torch and by definition: one result, the same bits in all memory.
+
+    Returns the tensors of the kernels. With ``nan`` one NaN is as good as another.
+    """
+    results = []
+    for module in (kernels, reference, naive):
+        own = [naive.here(x) if module is naive else _copied(x) for x in tensors]
+        results.append((call(module, *own), own))
+    (moved, own), *others = results
+    for other_moved, other in others:
+        assert moved == other_moved
+        for x, y in zip(own, other, strict=True):
+            mine, theirs = (
+                torch.empty(0, dtype=each.dtype).set_(naive.here(each).untyped_storage()) for each in (x, y)
+            )
+            if nan and x.is_floating_point():
+                assert_same_numbers(mine, theirs)
+            else:
+                assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+    return own
+
+
+def _copied(x: Tensor) -> Tensor:
+    """The tensor in a copy of its memory."""
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(
+        x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride()
+    )
 
 
 def copies(rows: Tensor, world: int, sizes: tuple[int, ...] | None = None, gap: int = 0) -> None:
     """pack of rows into a wire with ``gap`` between the ranks, and unpack into rows of the same strides.
 
-    Kernels and twins write into memory of one pattern, which has to be equal afterwards, surroundings included.
+    Kernels, torch and the definition write into memory of one pattern, which has to be equal afterwards, surroundings
+    included.
     """
     row, dtype, itemsize = rows.shape[-1], rows.dtype, rows.dtype.itemsize
     outer, run = rows.numel() // row, -(-row // world)
     cells = outer * row if sizes is not None else world * outer * run + (world - 1) * gap
     results = []
-    for module in (kernels, reference):
-        packed = memory((cells + 2 * GUARD) * itemsize, dtype, rows.device)
+    for module in (kernels, reference, *([naive] if rows.numel() <= NAIVE_ELEMENTS else [])):
+        x = naive.here(rows) if module is naive else rows
+        packed = memory((cells + 2 * GUARD) * itemsize, dtype, x.device)
         wire = packed.view(dtype)[GUARD : GUARD + cells]
         if sizes is None:
             wire = wire.as_strided((world, outer, run), (outer * run + gap, run, 1))
-        bytes_packed = module.pack(rows, wire, sizes=sizes)
-        unpacked = memory(rows.untyped_storage().nbytes(), dtype, rows.device)
-        back = unpacked.view(dtype).as_strided(rows.shape, rows.stride(), rows.storage_offset())
+        bytes_packed = module.pack(x, wire, sizes=sizes)
+        unpacked = memory(x.untyped_storage().nbytes(), dtype, x.device)
+        back = unpacked.view(dtype).as_strided(x.shape, x.stride(), x.storage_offset())
         bytes_unpacked = module.unpack(wire, back, sizes=sizes)
-        assert torch.equal(bits(back), bits(rows)), module
-        if sizes is not None:
-            expected = torch.cat([part.flatten() for part in rows.reshape(outer, row).split(list(sizes), 1)])
-            assert torch.equal(bits(wire), bits(expected)), module
-        elif rows.numel() <= 64:
-            assert torch.equal(bits(wire.cpu()), bits(by_index(rows.reshape(outer, row).cpu(), world))), module
-        results.append((packed, unpacked, bytes_packed, bytes_unpacked))
-    (packed, unpacked, *counts), (packed_twin, unpacked_twin, *counts_twin) = results
-    assert torch.equal(packed, packed_twin)
-    assert torch.equal(unpacked, unpacked_twin)
-    assert counts == counts_twin
-    assert sizes is not None or counts[0] == (rows.numel() + world * outer * run) * itemsize
+        assert torch.equal(bits(back), bits(x)), module
+        results.append((packed.cpu(), unpacked.cpu(), bytes_packed, bytes_unpacked))
+    (packed, unpacked, *counts), *others = results
+    for other_packed, other_unpacked, *other_counts in others:
+        assert torch.equal(packed, other_packed)
+        assert torch.equal(unpacked, other_unpacked)
+        assert counts == other_counts

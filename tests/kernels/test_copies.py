@@ -9,6 +9,7 @@ import torch
 import tritoncomm_kernels as kernels
 from bits import random_bits
 from devices import Device
+from kernel_cases import in_every_way
 from torch import Tensor
 from tritoncomm_kernels import Copies, SegmentCall, Segments, in_turns, reference
 
@@ -43,48 +44,13 @@ def drawn(seed: int, dtypes: Any, device: Any) -> tuple[list[Tensor], list[Tenso
     return tensors, targets, table
 
 
-def by_element(tensors: list[Tensor], targets: list[Tensor], table: Any) -> None:
-    """The definition."""
-    for i, offset, rows, row, stride, at, step in table:
-        x, y = (side[i].untyped_storage() for side in (tensors, targets))
-        source, target = (torch.empty(0, dtype=s[i].dtype, device=s[i].device) for s in (tensors, targets))
-        source, target = source.set_(x), target.set_(y)
-        for r in range(rows):
-            for k in range(row):
-                first = int(tensors[i].storage_offset()) + offset + r * stride + k
-                last = int(targets[i].storage_offset()) + at // targets[i].itemsize + r * step + k
-                if source.dtype is target.dtype:
-                    target[last : last + 1].view(torch.uint8)[:] = source[first : first + 1].view(torch.uint8)
-                else:
-                    target[last] = source[first]
-
-
-def with_twins(targets: list[Tensor]) -> list[Tensor]:
-    """The same memory around each, to be written by another."""
-    return [
-        torch.empty(0, dtype=x.dtype, device=x.device).set_(
-            x.untyped_storage().clone(), x.storage_offset(), x.shape, x.stride()
-        )
-        for x in targets
-    ]
-
-
-def assert_same_memory(targets: list[Tensor], twins: list[Tensor]) -> None:
-    for x, twin in zip(targets, twins, strict=True):
-        a, b = (torch.empty(0, dtype=torch.uint8, device=y.device).set_(y.untyped_storage()) for y in (x, twin))
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("seed", range(8))
-def test_copies_of_any_bits(device: Device, module: Any, seed: int) -> None:
+def test_copies_of_any_bits(device: Device, seed: int) -> None:
     pairs = [(dtype, dtype) for dtype in COPIED[: 6 if seed % 2 else 1] * (1 + seed // 4)]
     tensors, targets, table = drawn(seed, pairs, device.at)
     copies = Copies(table, [dtype for _, dtype in pairs])
-    twins = with_twins(targets)
-    by_element(tensors, twins, table)
-    assert module.copy_segments(tensors, targets, copies) == 2 * copies.nbytes
-    assert_same_memory(targets, twins)
+    count = len(tensors)
+    in_every_way(lambda module, *x: module.copy_segments(x[:count], x[count:], copies), *tensors, *targets)
 
 
 CASTS = [
@@ -93,16 +59,13 @@ CASTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("seed", range(3))
-def test_casts(device: Device, module: Any, seed: int) -> None:
+def test_casts(device: Device, seed: int) -> None:
     tensors, targets, table = drawn(seed, CASTS, device.at)
     for x in (*tensors, *targets):
         x.copy_(torch.randn(x.shape).to(x.dtype) * 8)
-    twins = with_twins(targets)
-    by_element(tensors, twins, table)
-    module.copy_segments(tensors, targets, Copies(table, [dtype for _, dtype in CASTS]))
-    assert_same_memory(targets, twins)
+    copies, count = Copies(table, [dtype for _, dtype in CASTS]), len(tensors)
+    in_every_way(lambda module, *x: module.copy_segments(x[:count], x[count:], copies), *tensors, *targets, nan=True)
 
 
 @pytest.mark.parametrize("count", [1, 8, 9, 40])

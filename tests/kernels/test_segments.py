@@ -6,14 +6,14 @@ import random
 from itertools import pairwise
 from typing import Any
 
+import naive
 import numpy as np
 import pytest
 import torch
 import tritoncomm_kernels as kernels
 from bits import bits, random_bits
 from devices import Device
-from fuzz_segments import by_element
-from kernel_cases import assert_same_numbers, canaries_live, guarded
+from kernel_cases import assert_same_numbers, canaries_live, guarded, in_every_way
 from torch import Tensor
 from tritoncomm_kernels import PADDING, Segment, Segments, device_table, reference, segment_copy, segment_tiles
 from tritoncomm_kernels.segments import layouts_of
@@ -58,10 +58,10 @@ def test_copies_of_any_bits(device: Device, module: Any, seed: int) -> None:
     segments = Segments(table, COPIED)
     wire, raw = guarded((segments.wire_bytes,), torch.uint8, device.at)
     wire.fill_(0x7F)  # gaps stay as they are
-    expected = wire.clone()
-    by_element(segments, tensors, expected, scatters=False)
+    expected = naive.here(wire)
+    naive.gather_segments([naive.here(x) for x in tensors], expected, segments)
     copied = module.gather_segments(tensors, wire, segments)
-    assert torch.equal(wire, expected)
+    assert torch.equal(wire.cpu(), expected)
     assert canaries_live(raw)
     padding = sum(s.rows * s.row for s in segments.segments if s.tensor == PADDING)
     assert copied == 2 * segments.nbytes - padding
@@ -71,10 +71,11 @@ def test_copies_of_any_bits(device: Device, module: Any, seed: int) -> None:
     )
     for x in (*targets, *twins):
         x.untyped_storage().fill_(0x7F)
-    by_element(segments, twins, wire, scatters=True)
+    twins = [naive.here(x) for x in twins]
+    naive.scatter_segments(naive.here(wire), twins, segments)
     assert module.scatter_segments(wire, targets, segments) == 2 * (segments.nbytes - padding)
     for x, twin in zip(targets, twins, strict=True):
-        assert torch.equal(bits(x), bits(twin))
+        assert torch.equal(bits(x.cpu()), bits(twin))
 
 
 CASTS = [
@@ -124,15 +125,12 @@ def test_sums_of_integers(device: Device, dtype: torch.dtype) -> None:
     tensors = [random_bits((9, 48), dtype, i, device.at) for i in range(2)]
     size = dtype.itemsize
     rows = [(0, 0, 1, 33, 33, 0), (1, 0, 9, 16, 48, 64 * size), (1, 17, 9, 5, 48, 240 * size)]
-    table, results = Segments(rows, [dtype, dtype]), []
+    table = Segments(rows, [dtype, dtype])
     wire = random_bits((table.wire_bytes,), torch.uint8, 5, device.at)
-    for module in (kernels, reference):
-        totals = [x.clone() for x in tensors]
-        copied = module.scatter_segments(wire, totals, table, accumulate=True)
-        assert copied == 3 * table.nbytes
-        results.append(totals)
-    for one, twin, before in zip(*results, tensors, strict=True):
-        assert torch.equal(one, twin)
+    _, *totals = in_every_way(
+        lambda module, x, *y: module.scatter_segments(x, y, table, accumulate=True), wire, *tensors
+    )
+    for one, before in zip(totals, tensors, strict=True):
         assert not torch.equal(one, before)
 
 
@@ -155,22 +153,9 @@ def test_rows_that_segments_share_are_added_up(
     rows += [(1, 33, 1, 7, 7, (1500 + 7 * part) * size) for part in range(7)]
     table = Segments(rows, [dtype, dtype])
     wire = (torch.randn(table.wire_bytes // size, generator=made) * 40).to(device.at, dtype)
-    results = []
-    for module in (kernels, reference):
-        totals = [x.clone() for x in tensors]
-        copied = module.scatter_segments(wire, totals, table, scale=scale, accumulate=accumulate, sums=True)
-        results.append(totals)
-        assert copied == table.nbytes + (2 if accumulate else 1) * (6 * (row + 9) + 33 + 200 + 7) * size
-    for one, twin in zip(*results, strict=True):
-        assert torch.equal(bits(one), bits(twin))
-    inner = torch.float64 if dtype is torch.float64 else dtype if dtype is torch.int8 else torch.float32
-    total = torch.zeros(6, row, dtype=inner, device=device.at)
-    for at, step in zip(starts, steps, strict=True):
-        total += wire.as_strided((6, row), (step or row, 1), at // size).to(inner)
-    total = total * (1.0 if scale is None else scale) if scale else total
-    total = tensors[0][:, :row].to(inner) + total if accumulate else total
-    assert torch.equal(results[0][0][:, :row], total.to(dtype))
-    assert torch.equal(results[0][0][:, 26:], tensors[0][:, 26:])
+    options = {"scale": scale, "accumulate": accumulate, "sums": True}
+    _, *totals = in_every_way(lambda module, x, *y: module.scatter_segments(x, y, table, **options), wire, *tensors)
+    assert torch.equal(totals[0][:, 26:], tensors[0][:, 26:])
 
 
 def test_sums_and_copies_are_one_launch() -> None:
@@ -289,21 +274,14 @@ def test_parameters_and_wires_of_other_dtypes(module: Any) -> None:
     assert x[:1].all()
 
 
-def same_on_kernel_and_twin(tensors: list[Tensor], segments: Segments) -> None:
+def same_in_every_way(tensors: list[Tensor], segments: Segments) -> None:
     """Both directions, bit for bit, surroundings included."""
-    results = []
-    for module in (kernels, reference):
-        wire = torch.full((segments.wire_bytes + 7,), 0x7F, dtype=torch.uint8, device=tensors[0].device)
-        targets = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tensors]
-        for x in targets:
-            x.untyped_storage().fill_(0x7F)
-        copied = module.gather_segments(tensors, wire, segments), module.scatter_segments(wire, targets, segments)
-        memory = [torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage()) for x in targets]
-        results.append((copied, [wire, *memory]))
-    (copied, memory), (twin_copied, twin_memory) = results
-    assert copied == twin_copied
-    for one, twin in zip(memory, twin_memory, strict=True):
-        assert torch.equal(one, twin)
+    wire = torch.full((segments.wire_bytes + 7,), 0x7F, dtype=torch.uint8, device=tensors[0].device)
+    wire, *_ = in_every_way(lambda module, y, *x: module.gather_segments(x, y, segments), wire, *tensors)
+    targets = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tensors]
+    for x in targets:
+        x.untyped_storage().fill_(0x7F)
+    in_every_way(lambda module, x, *y: module.scatter_segments(x, y, segments), wire, *targets)
 
 
 def test_addresses_of_many_tensors(device: Device) -> None:
@@ -311,7 +289,7 @@ def test_addresses_of_many_tensors(device: Device) -> None:
     for count in (15, 16, 17, 40):
         tensors = [random_bits((3, 5 + i), torch.bfloat16, i, device.at) for i in range(count)]
         rows = [(i, 1, 3, 4, 5 + i, 24 * i) for i in range(count)]
-        same_on_kernel_and_twin(tensors, Segments(rows, [torch.bfloat16] * count))
+        same_in_every_way(tensors, Segments(rows, [torch.bfloat16] * count))
 
 
 @pytest.mark.parametrize("shift", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (0, 8))])
@@ -324,7 +302,7 @@ def test_segments_of_many_programs(device: Device, shift: int) -> None:
     rows += [(2, 31, 40, 1, 33, 310_000), (2, 32, 20, 1, 33, 311_000)]
     rows += [(0, 9_100 + 9 * i, 1, i % 8, 8, 320_000 + 11 * i) for i in range(100)]
     rows += [(1, 1000 * i, 1, 5, 5, 330_000 + 10 * i) for i in range(70)]
-    same_on_kernel_and_twin([x, y, z], Segments(rows, [torch.int8, torch.bfloat16, torch.float32]))
+    same_in_every_way([x, y, z], Segments(rows, [torch.int8, torch.bfloat16, torch.float32]))
 
 
 def work(rows: list[tuple[int, ...]], multiprocessors: int = 132) -> segment_tiles.Work:
