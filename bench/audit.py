@@ -18,7 +18,7 @@ import torch
 import triton
 from tritoncomm_kernels.launch import TRITON_TYPE
 
-from tritoncomm.core.address_map import rows_layout
+from tritoncomm.core.split import split_of
 from tritoncomm.tune.machine_code import TARGETS, Build, Code, build_all, compiled_kernels
 from tritoncomm.tune.static import resident
 
@@ -245,7 +245,7 @@ def _launch(case: Case) -> Any:
     if case.op == "reduce":
         ends = (case.shape, case.stride, case.shape[1:], (1,))
         return modules["reduction"]._plan(-1, *case.dtypes, case.alignment, *ends, False, None)[0]
-    layout = rows_layout(case.shape, case.stride, -1)
+    layout = split_of(case.shape, case.stride, -1, 1).rows
     assert layout is not None
     row, outer = case.shape[-1], math.prod(case.shape[:-1])
     run = -(-row // case.world)

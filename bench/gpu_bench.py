@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 import tritoncomm_kernels as kernels
 from torch import Tensor
-from tritoncomm_kernels import Copies, Segments, cross_entropy, reference
+from tritoncomm_kernels import Copies, Segments, cross_entropy, torch_path
 
 from bench.device import Call, Device, gpu_main
 from bench.formulations import PEERS, compiled, exp_scatter, logsumexp_gather
@@ -194,7 +194,7 @@ def prepare_copy(case: Case, device: Device) -> Prepared:
     shapes = ((outer, world * run), (world, outer, run))[:: 1 if packs else -1]
     source = filled(shapes[0], case.dtype, device.device)
     target, want = (torch.empty(shapes[1], dtype=out_dtype, device=device.device) for _ in range(2))
-    (reference.pack if packs else reference.unpack)(source, want)
+    (torch_path.pack if packs else torch_path.unpack)(source, want)
     given: Any = source
     if case.op == "copy-in":
         given = [row.clone() for row in source]
@@ -357,7 +357,7 @@ def prepare_reduce(case: Case, device: torch.device) -> Prepared:
     wide = case.dtype if case.out_dtype is None else torch.promote_types(case.dtype, out_dtype)
     prepared = Prepared({"ours": lambda: kernels.reduce(wire, out)}, 0)
     prepared.moved = prepared.calls["ours"]()
-    reference.reduce(wire, want)
+    torch_path.reduce(wire, want)
     agree(out, want)
     peers: dict[str, Call] = {"sum": lambda: wire.sum(0, dtype=wide).to(out_dtype)}
     prepared.add(case, peers, lambda got: torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2))

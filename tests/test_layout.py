@@ -200,7 +200,7 @@ def test_kernels_know_nothing_above(path: Path) -> None:
 
 def _collective_calls(tree: ast.Module) -> list[str]:
     """Calls of torch.distributed's or a process group's collectives: on a module or a group, not on our own."""
-    ours = {"eager", "compiled", "backend", "collective", "self", "p2p", "kernels", "reference", "ops"}
+    ours = {"eager", "compiled", "backend", "collective", "self", "p2p", "kernels", "torch_path", "ops"}
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in COLLECTIVES:
@@ -258,13 +258,13 @@ def test_all_is_explicit_and_documented(name: str) -> None:
 
 
 def test_every_launcher_has_a_twin() -> None:
-    from tritoncomm_kernels import reference
+    from tritoncomm_kernels import torch_path
 
     copies = [f"{kind}_{unit}" for unit in ("rows", "segments") for kind in ("gather", "scatter")]
     for name in ("pack", "unpack", "reduce", "copy_segments", *copies):
-        ours, twin = getattr(tritoncomm_kernels, name), getattr(reference, name)
+        ours, twin = getattr(tritoncomm_kernels, name), getattr(torch_path, name)
         assert inspect.signature(ours) == inspect.signature(twin), name
-    for name in reference.__all__:
+    for name in torch_path.__all__:
         assert callable(getattr(tritoncomm_kernels, name)), name
 
 

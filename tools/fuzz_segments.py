@@ -14,7 +14,7 @@ from torch import Tensor
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import tritoncomm_kernels as kernels
-from tritoncomm_kernels import Copies, Segments, reference
+from tritoncomm_kernels import Copies, Segments, torch_path
 
 __all__ = ["check_segments", "segments_of"]
 
@@ -75,7 +75,7 @@ def _check_table(rows: list[Any], given: list[Any], nbytes: int, scatters: bool)
     tensors = [_filled(count * step, dtype, i)[::step] for i, (dtype, count, step) in enumerate(given)]
     wire = _filled(nbytes, "int8", 9).view(torch.uint8)
     results = []
-    for twin in (kernels, reference):
+    for twin in (kernels, torch_path):
         copies, out = [x.clone() if x.is_contiguous() else _strided(x) for x in tensors], wire.clone()
         if scatters:
             moved = _refused(lambda t=twin, o=out, c=copies: t.scatter_segments(o, c, table))
@@ -103,7 +103,7 @@ def _check_copies(rows: list[Any], given: list[Any], into: list[Any]) -> None:
         return
     tensors = [_filled(count * step, dtype, i)[::step] for i, (dtype, count, step) in enumerate(given)]
     results, moved = [], []
-    for twin in (kernels, reference):
+    for twin in (kernels, torch_path):
         targets = [_filled(count * step, dtype, 9 + i)[::step] for i, (dtype, count, step) in enumerate(into)]
         moved.append(_refused(lambda t=twin, y=targets: t.copy_segments(tensors, y, table)))
         results.append(targets)
@@ -138,7 +138,7 @@ def _check_rows(index: list[int], given: tuple[str, int, int], kind: str, scatte
             wanted_far[each] = near[i]
         elif not scatters:
             wanted_near[i] = far[each] if 0 <= each < count else torch.zeros(row).to(near.dtype)
-    for twin in (kernels, reference):
+    for twin in (kernels, torch_path):
         a, b = far.clone(), near.clone()
         if scatters:
             moved = _refused(lambda t=twin, a=a, b=b: t.scatter_rows(b, at, a))

@@ -67,7 +67,7 @@ MUTATIONS = (
         "return rank * size, size", "return (world - 1 - rank) * size, size", "tests/mappings/test_mappings.py",
     ),
     Mutation(
-        "a ragged dim loses its last rows", "tritoncomm/core/address_map.py",
+        "a ragged dim loses its last rows", "tritoncomm/core/split.py",
         "run = -(-shape[dim] // world) * inner", "run = shape[dim] // world * inner", "tests/core/test_ops.py",
     ),
     Mutation(

@@ -12,7 +12,7 @@ in elements, unless a docstring says bytes or units (accesses). Bytes "moved" ar
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tritoncomm_kernels import installed_triton, reference
+from tritoncomm_kernels import installed_triton, torch_path
 from tritoncomm_kernels.config import Config, config_for
 from tritoncomm_kernels.geometry import MAX_PARTS, TooLargeError
 from tritoncomm_kernels.segments import PADDING, Copies, Segment, Segments, in_turns
@@ -42,10 +42,10 @@ __all__ = [
     "pack",
     "plain_copy",
     "reduce",
-    "reference",
     "scatter_rows",
     "scatter_segments",
     "statistics",
+    "torch_path",
     "unpack",
 ]
 

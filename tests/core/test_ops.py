@@ -13,9 +13,9 @@ from torch import Tensor
 from tritoncomm_kernels import launch
 from tritoncomm_kernels.launch import Launch
 
-from tritoncomm.core import fused, ops, segments
-from tritoncomm.core.address_map import rows_layout
+from tritoncomm.core import blocks, fused, ops
 from tritoncomm.core.plan import chunk_sizes
+from tritoncomm.core.split import split_of
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 
 INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -59,10 +59,8 @@ def refused(view: Tensor, dim: int, world: int, path: str) -> bool:
     """Whether forced triton has to refuse, and does; plain torch never refuses."""
     d = dim % view.dim()
     in_order = d == 0 or view.shape[:d].numel() == 1
-    readable = rows_layout(tuple(view.shape), view.stride(), dim) is not None
-    readable |= (
-        in_order and rows_layout(tuple(view.shape), view.stride(), -1) is not None and view.shape[d] % world == 0
-    )
+    readable = split_of(view.shape, view.stride(), dim, 1).rows is not None
+    readable |= in_order and split_of(view.shape, view.stride(), -1, 1).rows is not None and view.shape[d] % world == 0
     if path == "torch" or readable:
         return False
     with ops.path(path), pytest.raises(UnsupportedError, match="pack: path triton is forced"):
@@ -217,11 +215,14 @@ def test_pack_many_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same_bits(wire, expected[0])
 
 
-def test_pack_many_of_many_short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that are all padded are not listed one by one."""
-    monkeypatch.setattr(segments, "MOST_SEGMENTS", 20)
+@pytest.mark.parametrize("most", [5, 4])
+def test_pack_many_of_many_short_rows(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Rows that are all padded are not listed one by one; without a table each tensor has a launch of its own."""
+    monkeypatch.setattr(blocks, "MOST_SEGMENTS", most)
     fused._table.cache_clear()
     tensors = [torch.randn(30, 3), torch.randn(8)]
+    layouts = tuple((x.shape, x.stride(), dim) for x, dim in zip(tensors, (1, 0), strict=True))
+    assert (fused._table(layouts, 2, torch.float32) is not None) == (most == 5)
     with ops.path("torch"):
         expected = fused.pack_many(tensors, [1, 0], 2)
     with ops.path("triton"):
@@ -235,7 +236,7 @@ def test_pack_many_of_many_short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_layout_no_kernel_reads_is_scaled_and_stays(source: torch.dtype, target: torch.dtype) -> None:
     x = (torch.rand(5, 4, 3, dtype=source) + 1).permute(2, 1, 0)
     kept = x.clone()
-    assert rows_layout(x.shape, x.stride(), 1) is None
+    assert split_of(x.shape, x.stride(), 1, 1).rows is None
     wire = ops.pack(x, 1, 2, dtype=target, scale=0.3)[0]
     assert torch.equal(x, kept)
     expected = (kept * 0.3).float().to(target)

@@ -7,7 +7,7 @@ from bits import bits, random_bits
 from devices import Stub
 from fake_gpu.program import PtxError
 from kernel_cases import SPLIT_SIZES, copies
-from tritoncomm_kernels import copy, launch, reference
+from tritoncomm_kernels import copy, launch, torch_path
 
 
 def test_sizes_share_a_variant(device: Stub) -> None:
@@ -17,7 +17,7 @@ def test_sizes_share_a_variant(device: Stub) -> None:
         x = random_bits((rows, world * run), torch.bfloat16)
         wire, twin = (torch.empty(world, rows, run, dtype=torch.bfloat16) for _ in range(2))
         kernels.pack(x, wire, config=kernels.Config(4, 128))
-        reference.pack(x, twin)
+        torch_path.pack(x, twin)
         assert torch.equal(bits(wire), bits(twin))
     assert len(set(device.fake.kernels) - before) <= 1
 
@@ -33,8 +33,8 @@ def test_split_sizes_go_by_value_up_to_16_ranks(device: Stub, world: int, kernel
     assert {name for name, _ in device.fake.launches[before:]} == {f"_copy_{kernel}_kernel"}
 
 
-BOTH = (kernels.gather_segments, reference.gather_segments)
-MODULES = (kernels, reference)
+BOTH = (kernels.gather_segments, torch_path.gather_segments)
+MODULES = (kernels, torch_path)
 
 
 def test_ordinary_launch(device: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_sums_are_in_the_launch_of_the_copies(device: Stub) -> None:
     table, before = kernels.Segments(rows, [x.dtype for x in tensors]), len(device.fake.launches)
     wire = torch.randn(table.wire_bytes // 2).to(torch.bfloat16)
     results = []
-    for module in (kernels, reference):
+    for module in (kernels, torch_path):
         targets = [x.clone() for x in tensors]
         module.scatter_segments(wire, targets, table, sums=True)
         results.append(targets)

@@ -8,7 +8,7 @@ import torch
 import tritoncomm_kernels as kernels
 from bits import bits
 from torch import Tensor
-from tritoncomm_kernels import reference
+from tritoncomm_kernels import torch_path
 
 __all__ = [
     "COPIED",
@@ -72,7 +72,7 @@ def in_every_way(call: Callable[..., int], *tensors: Tensor, nan: bool = False) 
     Returns the tensors of the kernels. With ``nan`` one NaN is as good as another.
     """
     results = []
-    for module in (kernels, reference, naive):
+    for module in (kernels, torch_path, naive):
         own = [naive.here(x) if module is naive else _copied(x) for x in tensors]
         results.append((call(module, *own), own))
     (moved, own), *others = results
@@ -106,7 +106,7 @@ def copies(rows: Tensor, world: int, sizes: tuple[int, ...] | None = None, gap: 
     outer, run = rows.numel() // row, -(-row // world)
     cells = outer * row if sizes is not None else world * outer * run + (world - 1) * gap
     results = []
-    for module in (kernels, reference, *([naive] if rows.numel() <= NAIVE_ELEMENTS else [])):
+    for module in (kernels, torch_path, *([naive] if rows.numel() <= NAIVE_ELEMENTS else [])):
         x = naive.here(rows) if module is naive else rows
         packed = memory((cells + 2 * GUARD) * itemsize, dtype, x.device)
         wire = packed.view(dtype)[GUARD : GUARD + cells]

@@ -11,9 +11,9 @@ from bits import random_bits
 from devices import Device
 from kernel_cases import in_every_way
 from torch import Tensor
-from tritoncomm_kernels import Copies, SegmentCall, Segments, in_turns, reference
+from tritoncomm_kernels import Copies, SegmentCall, Segments, in_turns, torch_path
 
-MODULES = [kernels, reference]
+MODULES = [kernels, torch_path]
 COPIED = (torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex128, torch.float8_e4m3fn)
 
 

@@ -8,7 +8,7 @@ import torch
 from devices import Device
 from operator_cases import run_case
 from torch.distributed import ProcessGroup as TorchGroup
-from tritoncomm_kernels import cross_entropy, reference
+from tritoncomm_kernels import cross_entropy, torch_path
 
 from tritoncomm import record
 from tritoncomm.core import ops
@@ -56,14 +56,14 @@ def test_statistics_and_gradient(device: Device, strided: bool, smooth: bool, dt
         numbers = x["target_weight"].new_full((2, shape[0]), math.nan)
         expected = numbers.double()
         moved = cross_entropy.statistics(*first, numbers)
-        assert moved == reference.statistics(*first, torch.empty_like(numbers))
-        reference.statistics(*exact, expected)
+        assert moved == torch_path.statistics(*first, torch.empty_like(numbers))
+        torch_path.statistics(*exact, expected)
         near(numbers, expected, numbers.dtype)
         out = torch.full(shape, math.nan, dtype=dtype, device=device.at)
         expected_out, lse = out.double(), expected[0].to(numbers.dtype)
         moved = cross_entropy.gradient(*first, x["row_weight"], lse, x["upstream"], out)
-        assert moved == reference.gradient(*first, x["row_weight"], lse, x["upstream"], torch.empty_like(out))
-        reference.gradient(*exact, wide["row_weight"], expected[0], wide["upstream"], expected_out)
+        assert moved == torch_path.gradient(*first, x["row_weight"], lse, x["upstream"], torch.empty_like(out))
+        torch_path.gradient(*exact, wide["row_weight"], expected[0], wide["upstream"], expected_out)
         near(out, expected_out, dtype)
 
 
@@ -78,13 +78,13 @@ def test_the_twin_is_what_autograd_gives(smooth: bool, dtype: torch.dtype) -> No
     loss = row_weight * logits.logsumexp(1) - at_target - logits @ weights
     (expected,) = torch.autograd.grad(loss, logits, x["upstream"])
     out, lse, first = torch.empty_like(expected), logits.detach().logsumexp(1), (x["target_col"], x["target_weight"])
-    reference.gradient(logits.detach(), *first, weights if smooth else None, row_weight, lse, x["upstream"], out)
+    torch_path.gradient(logits.detach(), *first, weights if smooth else None, row_weight, lse, x["upstream"], out)
     near(out, expected.double(), dtype)
 
 
 @pytest.mark.parametrize("name", ["statistics", "gradient"])
 def test_signatures_are_those_of_the_twins(name: str) -> None:
-    assert inspect.signature(getattr(cross_entropy, name)) == inspect.signature(getattr(reference, name))
+    assert inspect.signature(getattr(cross_entropy, name)) == inspect.signature(getattr(torch_path, name))
 
 
 UNIT = {torch.float64: 2.0**-53}  # of the arithmetic's rounding; that of the other dtypes is fp32

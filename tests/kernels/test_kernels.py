@@ -1,4 +1,4 @@
-"""The kernels on every device, against index arithmetic and their torch twins, bit for bit."""
+"""The kernels on every device, against their definition and torch's path, bit for bit."""
 
 import inspect
 import itertools
@@ -13,7 +13,7 @@ from devices import Device
 from kernel_cases import COPIED, FLOATS, SPLIT_SIZES, assert_same_numbers, copies, guarded, in_every_way, name_of
 from torch import Tensor
 from triton.runtime import interpreter
-from tritoncomm_kernels import reference
+from tritoncomm_kernels import torch_path
 from tritoncomm_kernels.reduction import _plan as _reduce_plan
 
 from tritoncomm.tune.machine_code import compiled_kernels
@@ -115,7 +115,7 @@ def test_rows_beyond_32_bits(device: Device) -> None:
         rows.copy_(random_bits((4, 8192), torch.int8, step % 7, device.at))
         wire, twin = (torch.empty(4, 4, 2048, dtype=torch.int8, device=device.at) for _ in range(2))
         kernels.pack(rows, wire)
-        reference.pack(rows, twin)
+        torch_path.pack(rows, twin)
         assert torch.equal(wire, twin), step
         kept = rows.clone()
         rows.zero_()
@@ -149,7 +149,7 @@ def special(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch
 @pytest.mark.parametrize("target", FLOATS, ids=name_of)
 @pytest.mark.parametrize("source", FLOATS, ids=name_of)
 def test_cast_scale_accumulate(device: Device, source: torch.dtype, target: torch.dtype, scale: float | None) -> None:
-    """One rounding, the same bits as the reference."""
+    """One rounding, the same bits as the definition."""
     for outer, row, world in device.pick([(3, 10, 3)], [(3, 10, 3), (37, 520, 8)]):
         rows, run = special((outer, row), source, 1, device.at), -(-row // world)
         wire = torch.zeros(world, outer, run, dtype=target, device=device.at)
@@ -296,7 +296,7 @@ def test_bad_arguments_are_refused() -> None:
         (ValueError, lambda f: f.reduce(torch.empty(3, 2), torch.empty(3))),
     ]
     for kind, call in bad:
-        for module in (kernels, reference):
+        for module in (kernels, torch_path):
             with pytest.raises(kind, match=r"pack|reduce"):
                 call(module)
     with pytest.raises(ValueError, match="three outer dims"):
@@ -307,4 +307,4 @@ def test_bad_arguments_are_refused() -> None:
 
 def test_twins_have_the_same_signature() -> None:
     for name in ("pack", "unpack", "reduce"):
-        assert inspect.signature(getattr(kernels, name)) == inspect.signature(getattr(reference, name))
+        assert inspect.signature(getattr(kernels, name)) == inspect.signature(getattr(torch_path, name))

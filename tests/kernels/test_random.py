@@ -7,7 +7,7 @@ from bits import bits, random_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import canaries_live, guarded
-from tritoncomm_kernels import Segments, reference
+from tritoncomm_kernels import Segments, torch_path
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)
@@ -29,7 +29,7 @@ def test_random_split_sizes(
     config = kernels.Config(block_rows, 16 * dtype.itemsize)
     wire, raw = guarded((x.numel(),), dtype)
     twin = torch.empty_like(wire)
-    assert kernels.pack(x, wire, sizes=sizes, config=config) == reference.pack(x, twin, sizes=sizes)
+    assert kernels.pack(x, wire, sizes=sizes, config=config) == torch_path.pack(x, twin, sizes=sizes)
     assert torch.equal(bits(wire), bits(twin))
     back = torch.empty_like(x)
     kernels.unpack(wire, back, sizes=sizes, config=config)
@@ -48,7 +48,7 @@ def test_random_plans(data: st.DataObject) -> None:
     run = -(-row // world) + data.draw(st.integers(0, 2))
     wire, raw = guarded((world, outer, run), dtype)
     twin = torch.empty_like(wire)
-    assert kernels.pack(rows, wire) == reference.pack(rows, twin)
+    assert kernels.pack(rows, wire) == torch_path.pack(rows, twin)
     assert torch.equal(bits(wire), bits(twin))
     back = torch.empty_like(rows)
     kernels.unpack(wire, back)

@@ -8,9 +8,9 @@ import tritoncomm_kernels as kernels
 from bits import bits, random_bits
 from devices import Device
 from kernel_cases import canaries_live, guarded
-from tritoncomm_kernels import reference
+from tritoncomm_kernels import torch_path
 
-MODULES = [kernels, reference]
+MODULES = [kernels, torch_path]
 SHAPES = [((9, 40), 0), ((5, 33), 3), ((7, 4, 24), 8), ((6,), 0), ((1, 8), 8), ((300, 3), 1)]
 
 

@@ -6,7 +6,7 @@ import tritoncomm_kernels as kernels
 from bits import bits, random_bits
 from devices import Device
 from torch import Tensor
-from tritoncomm_kernels import SegmentCall, Segments, reference
+from tritoncomm_kernels import SegmentCall, Segments, torch_path
 
 
 def placed(count: int, shift: int, seed: int, device: torch.device) -> list[Tensor]:
@@ -26,11 +26,11 @@ def test_access_widths_of_other_addresses(device: Device, count: int) -> None:
     for place, shift in enumerate((0, 0, 3, 8, 0)):
         tensors = placed(count, shift, 10 * place, device.at)
         gather(tensors, wire)
-        reference.gather_segments(tensors, twin, table)
+        torch_path.gather_segments(tensors, twin, table)
         assert torch.equal(wire, twin), (count, shift)
         results, expected = ([torch.zeros_like(x) for x in tensors] for _ in range(2))
         scatter(results, wire)
-        reference.scatter_segments(wire, expected, table)
+        torch_path.scatter_segments(wire, expected, table)
         assert all(torch.equal(bits(x), bits(y)) for x, y in zip(results, expected, strict=True))
     # The interpreter reads 16 bytes from any address, a GPU does not.
     assert len(gather._launches) == 2, "one for each alignment"

@@ -15,10 +15,10 @@ from bits import bits, random_bits
 from devices import Device
 from kernel_cases import assert_same_numbers, canaries_live, guarded, in_every_way
 from torch import Tensor
-from tritoncomm_kernels import PADDING, Segment, Segments, device_table, reference, segment_copy, segment_tiles
+from tritoncomm_kernels import PADDING, Segment, Segments, device_table, segment_copy, segment_tiles, torch_path
 from tritoncomm_kernels.segments import layouts_of
 
-MODULES = [kernels, reference]
+MODULES = [kernels, torch_path]
 COPIED = (torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex128, torch.float8_e4m3fn)
 
 
@@ -192,6 +192,18 @@ def test_tables_are_values() -> None:
         assert other == table
         assert hash(other) == hash(table)
     assert (Segments([], []).wire_bytes, Segments([], []).nbytes) == (0, 0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_table_keeps_every_row(seed: int) -> None:
+    """All but the empty ones, in their order: what is copied is what was given."""
+    _, rows = drawn(seed, COPIED * 3, aligned=seed % 2 == 0)
+    kept = [row for row in rows if row[2] and row[3]]
+    assert len(kept) > 40
+    for segment, (*given, step) in zip(Segments(rows, COPIED * 3).segments, kept, strict=True):
+        assert [*segment[:6]] == given
+        # A stride of the wire that follows from the rest is 0.
+        assert segment.wire_stride == (0 if given[2] == 1 or step == given[3] else step)
 
 
 @pytest.mark.parametrize(

@@ -618,7 +618,7 @@ def test_units_come_from_the_first_table_that_has_them(tmp_path: Path, monkeypat
 
 
 def test_no_unit_is_worked_out_where_all_agree(crossovers: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "unit_bytes", None)
+    monkeypatch.setattr(ops, "split_by", None)
     assert ops.path_for(gpu((7, 64)), "pack", 1, 4) == "torch"
     assert ops.path_for(gpu((10**6, 64)), "pack", 1, 4) == "triton"
     with pytest.raises(TypeError):

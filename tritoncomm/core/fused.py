@@ -7,12 +7,14 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from tritoncomm_kernels import PADDING, Segment, Segments
+from tritoncomm_kernels import PADDING, Segments
 
-from tritoncomm.core.address_map import AddressMap
+from tritoncomm.core.blocks import Block, table_of
+from tritoncomm.core.memory import contiguous_stride
 from tritoncomm.core.ops import pack, pack_into, path_for
 from tritoncomm.core.plan import Ints, resized
-from tritoncomm.core.segments import block_segments, gather, table_of
+from tritoncomm.core.segments import gather
+from tritoncomm.core.split import Split, split_of
 from tritoncomm.errors import ArgumentError
 from tritoncomm.record import CopyPath
 
@@ -33,8 +35,8 @@ def pack_many(
     bytes copied. Gradients ``[5, 8]`` and ``[16]``, dims 1 and 0, over 4 ranks give a wire ``[4, 5*2 + 4]``.
     """
     dims = [dim % x.dim() for x, dim in zip(tensors, dims, strict=True)]
-    maps = [AddressMap.along(x.shape, dim, world) for x, dim in zip(tensors, dims, strict=True)]
-    sizes = [each.outer * each.run for each in maps]
+    splits = [split_of(x.shape, x.stride(), dim, world) for x, dim in zip(tensors, dims, strict=True)]
+    sizes = [each.outer * each.run for each in splits]
     offsets = itertools.accumulate(sizes[:-1], initial=0)
     shards = [
         (offset, resized(x.shape, dim, -(-x.shape[dim] // world)))
@@ -52,19 +54,14 @@ def pack_many(
         segments = _table(layouts, world, wire_dtype)
         if segments is not None:
             return wire, shards, *gather(tensors, wire, segments, scale=scale)
-    elif scale is None and all(_is_wire(x, each, wire_dtype) for x, each in zip(tensors, maps, strict=True)):
-        torch.cat([x.view(world, each.run) for x, each in zip(tensors, maps, strict=True)], 1, out=wire)
+    elif scale is None and all(x.dtype is wire_dtype and each.is_wire for x, each in zip(tensors, splits, strict=True)):
+        torch.cat([x.view(world, each.run) for x, each in zip(tensors, splits, strict=True)], 1, out=wire)
         return wire, shards, "torch", 2 * wire.nbytes
     copied, path = 0, "torch"
-    for x, dim, each, part in zip(tensors, dims, maps, wire.split(sizes, 1), strict=True):
-        path, bytes_copied = pack_into(part.unflatten(1, (each.outer, each.run)), x, each, dim, None, scale)
+    for x, each, part in zip(tensors, splits, wire.split(sizes, 1), strict=True):
+        path, bytes_copied = pack_into(part.unflatten(1, (each.outer, each.run)), x, each, scale)
         copied += bytes_copied
     return wire, shards, path, copied
-
-
-def _is_wire(x: Tensor, plan: AddressMap, dtype: torch.dtype) -> bool:
-    """Whether ``x`` already is its part of a wire of ``dtype``, in rank order."""
-    return plan.is_view and x.dtype is dtype and x.is_contiguous()
 
 
 @lru_cache(maxsize=1024)
@@ -74,44 +71,29 @@ def _table(layouts: tuple[tuple[Ints, Ints, int], ...], world: int, dtype: torch
     Args:
         layouts: (shape, strides, split dim) of every tensor.
     """
-    maps = [AddressMap.along(shape, dim, world) for shape, _, dim in layouts]
-    sizes = [each.outer * each.run for each in maps]
-    # A dim that does not divide has too many segments where each of many rows before it is padded.
-    shards = (
-        _shard(i, *layout, each, rank, dtype.itemsize, (rank * sum(sizes) + sum(sizes[:i])) * dtype.itemsize)
-        for i, (layout, each) in enumerate(zip(layouts, maps, strict=True))
+    splits = [split_of(*layout, world) for layout in layouts]
+    starts = [0, *itertools.accumulate(each.outer * each.run for each in splits)]
+    blocks = [
+        block
+        for i, split in enumerate(splits)
         for rank in range(world)
-    )
-    return table_of(shards, [dtype] * len(layouts))
+        for block in _shard(i, split, rank, dtype.itemsize, (rank * starts[-1] + starts[i]) * dtype.itemsize)
+    ]
+    return table_of(blocks, [dtype] * len(layouts))
 
 
-def _shard(
-    tensor: int, shape: Ints, stride: Ints, dim: int, plan: AddressMap, rank: int, itemsize: int, at: int
-) -> Iterator[Segment]:
-    """Yield the segments of one rank's shard of a tensor; rows of a shard that is shorter than others are padded.
+def _shard(tensor: int, split: Split, rank: int, itemsize: int, at: int) -> Iterator[Block]:
+    """Yield one rank's shard of a tensor, ``[outer, run]`` from byte ``at`` of the wire on, and the padding behind it.
 
-    Args:
-        tensor: index of the tensor in the table.
-        at: byte of the wire at which the shard ``[outer, run]`` starts.
+    A shard that is shorter than others is padded in each of its rows.
     """
-    step = -(-shape[dim] // plan.world)
-    start, size = rank * step, max(0, min(step, shape[dim] - rank * step))
-    run, row = plan.run * itemsize, size * math.prod(shape[dim + 1 :]) * itemsize
-    # ``step`` is the longest shard of the dim, ``size`` this rank's; ``run`` and ``row`` are their bytes per row.
-    # A padding segment has no tensor: one row of so many bytes, at that byte of the wire.
-    # The rows of the shard lie one after the other: one block, and one padding behind it.
-    if size in (0, step) or plan.outer == 1:
-        first, extent = [0] * len(shape), list(shape)
-        first[dim], extent[dim] = start if size else 0, size
-        yield from block_segments(tensor, shape, stride, first, extent, itemsize, at)
-        if size < step:
-            yield Segment(PADDING, 0, 1, plan.outer * run - row * plan.outer, 0, at + row * plan.outer)
-        return
-    tail = shape[dim + 1 :]
-    for o, index in enumerate(itertools.product(*map(range, shape[:dim]))):
-        first, extent = [*index, start, *(0 for _ in tail)], [*(1 for _ in index), size, *tail]
-        yield from block_segments(tensor, shape, stride, first, extent, itemsize, at + o * run)
-        yield Segment(PADDING, 0, 1, run - row, 0, at + o * run + row)
+    lead, (whole, *tail) = split.shape[: split.dim], split.shape[split.dim :]
+    step = -(-whole // split.world)
+    size = max(0, min(step, whole - rank * step))
+    offset, wire_stride = rank * step * split.stride[split.dim], contiguous_stride((*lead, step, *tail))
+    yield Block(tensor, (*lead, size, *tail), split.stride, offset, at, wire_stride)
+    run, row = split.run * itemsize, size * math.prod(tail) * itemsize
+    yield Block(PADDING, (split.outer, run - row), (0, 1), 0, at + row, (run, 1))
 
 
 def _common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:

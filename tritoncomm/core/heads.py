@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm_kernels import Segments
 
 from tritoncomm.core import backend, eager, ops, segments
+from tritoncomm.core.blocks import Block, table_of
 from tritoncomm.core.call import enter
 from tritoncomm.core.memory import contiguous_stride
 from tritoncomm.core.plan import Ints, located
@@ -84,33 +85,13 @@ class Layout:
         object.__setattr__(self, "plain", len(self.shares) == 1 and not self.shares[0].replicated)
 
 
-class BlockCopy(NamedTuple):
-    """One strided copy between a tensor and the wire: blocks of neighbouring ranks, of one size and at one stride.
-
-    Attributes:
-        index: tensor of the exchange.
-        size: shape of the copy, ``[ranks, two dims of tokens, heads, head_dim]``.
-        stride, start: strides and first element of the copy in the tensor, in elements.
-        wire_stride, wire_start: strides and first element of the copy in the wire, in elements.
-        head, heads: first head of the copy in the tensor, and their number.
-    """
-
-    index: int
-    size: Ints
-    stride: Ints
-    start: int
-    wire_stride: Ints
-    wire_start: int
-    head: int
-    heads: int
-
-
 @dataclass(frozen=True, eq=False)
 class ExchangePlan:
     """Plan of one direction of the exchange for one rank. Compared by identity: segment tables are looked up by it.
 
     Attributes:
-        unpack: copies from the received wire into the results; empty if the wire already is the result.
+        pack, unpack: copies between tensors and a wire: blocks of neighbouring ranks, ``[ranks, two dims of tokens,
+            heads, head_dim]``, of one size and at one stride. ``unpack`` is empty if the wire already is the result.
         packed_shape: shape of the wire if one ``torch.cat`` of all tensors makes it; None if copies fill it.
         fused: shape of the tensor that has all results side by side; only to heads.
         splits: number of heads of each result in ``fused``; of columns, if the head_dims differ.
@@ -119,8 +100,8 @@ class ExchangePlan:
         elements: number of elements of the sent wire, and of the received one.
     """
 
-    pack: tuple[BlockCopy, ...]
-    unpack: tuple[BlockCopy, ...]
+    pack: tuple[Block, ...]
+    unpack: tuple[Block, ...]
     packed_shape: Ints | None
     shapes: tuple[Ints, ...]
     fused: Ints
@@ -187,8 +168,8 @@ def _runs(shares: tuple[HeadShare, ...], world: int) -> list[tuple[int, int, lis
 
 
 def _by_heads(
-    shapes: Sequence[Ints], strides: Sequence[Ints], shares: tuple[HeadShare, ...], world: int
-) -> tuple[tuple[BlockCopy, ...], Ints]:
+    shapes: Sequence[Ints], strides: Sequence[Ints], shares: tuple[HeadShare, ...], world: int, itemsize: int
+) -> tuple[tuple[Block, ...], Ints]:
     """List the copies between tensors with all heads and a wire with a block per rank; count a block's elements."""
     first_dim, second_dim = shapes[0][:2]
     tokens, start, copies = first_dim * second_dim, 0, []
@@ -202,20 +183,17 @@ def _by_heads(
         for i, (share, shape, stride) in enumerate(zip(shares, shapes, strides, strict=True)):
             heads, head_dim, head = share.sizes[first], shape[3], share.starts[first]
             size = count, first_dim, second_dim, heads, head_dim
-            copies.append(
-                BlockCopy(
-                    i, size, (steps[i] * stride[2], *stride), head * stride[2],
-                    (block, second_dim * width, width, head_dim, 1), start + column, head, heads,
-                )
-            )  # fmt: skip
+            wire_stride = block, second_dim * width, width, head_dim, 1
+            at = (start + column) * itemsize
+            copies.append(Block(i, size, (steps[i] * stride[2], *stride), head * stride[2], at, wire_stride))
             column += heads * head_dim
         start += count * block
     return tuple(copies), tuple(counts)
 
 
 def _by_positions(
-    shapes: Sequence[Ints], strides: Sequence[Ints], seq_dim: int, seq_sizes: Ints
-) -> tuple[tuple[BlockCopy, ...], Ints]:
+    shapes: Sequence[Ints], strides: Sequence[Ints], seq_dim: int, seq_sizes: Ints, itemsize: int
+) -> tuple[tuple[Block, ...], Ints]:
     """List the copies between tensors with all positions and a wire with a block per rank; count a block's elements."""
     batch, width = shapes[0][1 - seq_dim], sum(shape[2] * shape[3] for shape in shapes)
     copies, wire_start, position = [], 0, 0
@@ -225,22 +203,19 @@ def _by_positions(
         # On the wire tokens keep the tensors' order of batch and sequence.
         lead = (batch, size) if seq_dim else (size, batch)
         for i, (shape, stride) in enumerate(zip(shapes, strides, strict=True)):
-            copies.append(
-                BlockCopy(
-                    i, (count, *lead, *shape[2:]), (size * stride[seq_dim], *stride), position * stride[seq_dim],
-                    (block, lead[1] * width, width, shape[3], 1), wire_start + column, 0, shape[2],
-                )
-            )  # fmt: skip
+            steps, wire_stride = (size * stride[seq_dim], *stride), (block, lead[1] * width, width, shape[3], 1)
+            at = (wire_start + column) * itemsize
+            copies.append(Block(i, (count, *lead, *shape[2:]), steps, position * stride[seq_dim], at, wire_stride))
             column += shape[2] * shape[3]
         wire_start, position = wire_start + count * block, position + count * size
     return tuple(copies), tuple([batch * size * width for size in seq_sizes])
 
 
-def _joined(copies: tuple[BlockCopy, ...]) -> Ints | None:
+def _joined(copies: tuple[Block, ...]) -> Ints | None:
     """Return the shape of the wire if one ``torch.cat`` can do all copies, else None."""
     first = copies[0].size
     # Without one copy per tensor and one head_dim, cat cannot put the tensors side by side in the dim of the heads.
-    if len({copy.index for copy in copies}) < len(copies) or any(copy.size[4] != first[4] for copy in copies):
+    if len({copy.tensor for copy in copies}) < len(copies) or any(copy.size[4] != first[4] for copy in copies):
         return None
     return (*first[:3], sum(copy.size[3] for copy in copies), first[4])
 
@@ -253,7 +228,7 @@ def heads_plan(
     seq_dim, shares, seq_sizes = layout.seq_dim, layout.shares, layout.seq_sizes
     world = len(seq_sizes)
     _check(shapes, [share.heads for share in shares], seq_sizes[rank], seq_dim)
-    pack, sent = _by_heads(shapes, strides, shares, world)
+    pack, sent = _by_heads(shapes, strides, shares, world, itemsize)
     lead = _lead(shapes[0], seq_dim, sum(seq_sizes))
     heads = [share.sizes[rank] for share in shares]
     results = tuple([(*lead, n, shape[3]) for n, shape in zip(heads, shapes, strict=True)])
@@ -261,7 +236,7 @@ def heads_plan(
     one_size = len({shape[3] for shape in shapes}) == 1
     # Tensors with one head_dim lie side by side in the dim of the heads, others in the last dim under one head.
     fused = (*lead, sum(heads), shapes[0][3]) if one_size else (*lead, 1, width)
-    unpack, arriving = _by_positions([fused], [contiguous_stride(fused)], seq_dim, seq_sizes)
+    unpack, arriving = _by_positions([fused], [contiguous_stride(fused)], seq_dim, seq_sizes, itemsize)
     splits = heads if one_size else [n * shape[3] for n, shape in zip(heads, shapes, strict=True)]
     # Blocks of positions in rank order are the sequence already.
     if seq_dim == 0 or lead[0] == 1:
@@ -286,11 +261,11 @@ def sequence_plan(
     """
     seq_dim, shares, seq_sizes = layout.seq_dim, layout.shares, layout.seq_sizes
     _check(shapes, [share.sizes[rank] for share in shares], sum(seq_sizes), seq_dim)
-    pack, sent = _by_positions(shapes, strides, seq_dim, seq_sizes)
+    pack, sent = _by_positions(shapes, strides, seq_dim, seq_sizes, itemsize)
     lead = _lead(shapes[0], seq_dim, seq_sizes[rank])
     results = tuple([(*lead, share.heads, shape[3]) for share, shape in zip(shares, shapes, strict=True)])
     out_strides = out_strides or tuple([contiguous_stride(shape) for shape in results])
-    unpack, arriving = _by_heads(results, out_strides, shares, len(seq_sizes))
+    unpack, arriving = _by_heads(results, out_strides, shares, len(seq_sizes), itemsize)
     elements = sum(sent), sum(arriving)
     counts = ((), ()) if layout.even else (sent, arriving)
     bytes_sent = (elements[0] - sent[rank]) * itemsize
@@ -327,16 +302,6 @@ def _check_tensors(tensors: Sequence[Tensor], name: str) -> None:
             )
 
 
-def _view(x: Tensor, copy: BlockCopy) -> Tensor:
-    """Return the blocks of ``copy`` as a view of the tensor ``x``."""
-    return x.as_strided(copy.size, copy.stride, x.storage_offset() + copy.start)
-
-
-def _wire_view(wire: Tensor, copy: BlockCopy) -> Tensor:
-    """Return the blocks of ``copy`` as a view of the wire."""
-    return wire.as_strided(copy.size, copy.wire_stride, copy.wire_start)
-
-
 @lru_cache(maxsize=512)
 def _table(plan: ExchangePlan, packs: bool, dtype: torch.dtype, count: int) -> Segments | None:
     """Return the segment table of ``plan.pack`` or ``plan.unpack``; None if it would have too many segments.
@@ -344,34 +309,28 @@ def _table(plan: ExchangePlan, packs: bool, dtype: torch.dtype, count: int) -> S
     Args:
         count: number of tensors of that side.
     """
-    size = dtype.itemsize
-    blocks = (
-        segments.strided_segments(
-            copy.index, copy.size[1:], copy.stride[1:], copy.start + w * copy.stride[0], size,
-            (copy.wire_start + w * copy.wire_stride[0]) * size, copy.wire_stride[1:],
-        )
-        for copy in (plan.pack if packs else plan.unpack)
-        for w in range(copy.size[0])
-    )  # fmt: skip
-    return segments.table_of(blocks, [dtype] * count)
+    copies = plan.pack if packs else plan.unpack
+    # A block per rank: ranks that share a head have the same rows, which are summed.
+    blocks = [copy.at(w, dtype.itemsize) for copy in copies for w in range(copy.size[0])]
+    return table_of(blocks, [dtype] * count)
 
 
 def _pack(tensors: Sequence[Tensor], plan: ExchangePlan, by_kernel: bool) -> tuple[Tensor, CopyPath, int]:
     """Pack the tensors into one wire by ``plan``; return the wire, the path and the bytes copied."""
     first = tensors[0]
     if plan.packed_shape is not None and len(tensors) == 1:
-        wire = ops.resolved(_view(first, plan.pack[0])).contiguous()
+        wire = ops.resolved(plan.pack[0].view(first)).contiguous()
         return (wire, "view", 0) if wire.data_ptr() == first.data_ptr() else (wire, "torch", 2 * wire.nbytes)
     table = _table(plan, True, first.dtype, len(tensors)) if by_kernel else None
     if table is not None:
         wire = first.new_empty(plan.elements[0])
         return wire, *segments.gather(tensors, wire, table)
     if plan.packed_shape is not None:
-        wire = torch.cat([_view(tensors[copy.index], copy) for copy in plan.pack], 3)
+        wire = torch.cat([copy.view(tensors[copy.tensor]) for copy in plan.pack], 3)
         return wire, "torch", 2 * wire.nbytes
     wire = first.new_empty(plan.elements[0])
     for copy in plan.pack:
-        _wire_view(wire, copy).copy_(_view(tensors[copy.index], copy))
+        copy.in_wire(wire).copy_(copy.view(tensors[copy.tensor]))
     return wire, "torch", 2 * wire.nbytes
 
 
@@ -415,7 +374,7 @@ def to_heads(tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, nam
             path, unpacked = segments.scatter(received, [fused], table)
         else:
             for copy in plan.unpack:
-                _view(fused, copy).copy_(_wire_view(received, copy))
+                copy.view(fused).copy_(copy.in_wire(received))
             path, unpacked = "torch", 2 * fused.nbytes
         copied += unpacked
     span.end(path, copied, plan.bytes_sent)
@@ -487,22 +446,22 @@ def _unpack_heads(
     copied = received.nbytes
     if outs is None and len(plan.unpack) == len(plan.shapes):  # every result is one strided read
         results: Sequence[Tensor] = [
-            _unpacked(received, copy, shape, layout.shares[copy.index])
+            _unpacked(received, copy, shape, layout.shares[copy.tensor])
             for copy, shape in zip(plan.unpack, plan.shapes, strict=True)
         ]
         return results, copied + sum(x.nbytes for x in results)
     results = outs if outs is not None else [received.new_empty(shape) for shape in plan.shapes]
-    shared: dict[tuple[int, int], list[Tensor]] = {}
+    shared: dict[tuple[int, int], list[Block]] = {}  # by tensor and place in it
     for copy in plan.unpack:
-        blocks = _wire_view(received, copy)
-        if layout.shares[copy.index].replicated:
-            shared.setdefault((copy.index, copy.head), []).append(blocks)
+        if layout.shares[copy.tensor].replicated:
+            shared.setdefault((copy.tensor, copy.offset), []).append(copy)
         else:
-            _view(results[copy.index], copy).copy_(blocks)
-    for (index, head), parts in shared.items():
-        blocks, target = parts[0], results[index].narrow(HEAD_DIM, head, 1)
-        if len(parts) > 1:  # summed at once, so that low precision rounds once
-            blocks = torch.cat(parts)
+            copy.view(results[copy.tensor]).copy_(copy.in_wire(received))
+    for (index, _), copies in shared.items():
+        target = copies[0].at(0, received.itemsize).view(results[index])
+        blocks = copies[0].in_wire(received)
+        if len(copies) > 1:  # summed at once, so that low precision rounds once
+            blocks = torch.cat([copy.in_wire(received) for copy in copies])
             copied += 2 * blocks.nbytes
         if blocks.shape[0] > _IN_ORDER:
             target.copy_(_summed(blocks))
@@ -511,15 +470,16 @@ def _unpack_heads(
     return results, copied + sum(x.nbytes for x in results)
 
 
-def _unpacked(received: Tensor, copy: BlockCopy, shape: Ints, share: HeadShare) -> Tensor:
+def _unpacked(received: Tensor, copy: Block, shape: Ints, share: HeadShare) -> Tensor:
     """Unpack one tensor whose blocks of all ranks are one copy: side by side, or as a sum if heads are shared."""
     if share.replicated:
-        blocks = _wire_view(received, copy)
+        blocks = copy.in_wire(received)
         return blocks.sum(0, dtype=received.dtype) if copy.size[0] <= _IN_ORDER else _summed(blocks)
     # The dim of the ranks moves behind the tokens, so that each token has the heads of all ranks side by side.
     (count, *tokens, heads, head_dim), (block, *steps) = copy.size, copy.wire_stride
     size, stride = (*tokens, count, heads, head_dim), (*steps[:2], block, *steps[2:])
-    rows = received.as_strided(size, stride, copy.wire_start).clone(memory_format=torch.contiguous_format)
+    view = received.as_strided(size, stride, copy.wire // received.itemsize)
+    rows = view.clone(memory_format=torch.contiguous_format)
     return torch.ops.aten._unsafe_view(rows, shape)
 
 

@@ -3,18 +3,17 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 import tritoncomm_kernels as kernels
 from torch import Tensor
-from tritoncomm_kernels import TooLargeError, reference
+from tritoncomm_kernels import TooLargeError, torch_path
 from tritoncomm_kernels.config import crossover
 
 from tritoncomm import record, variables
-from tritoncomm.core.address_map import AddressMap, gathered_layout, rows_layout, unit_bytes, wire_layout
 from tritoncomm.core.plan import Ints
+from tritoncomm.core.split import Split, split_by, split_of
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.record import CopyPath
 from tritoncomm.variables import PathChoice
@@ -84,7 +83,7 @@ def _path_on_gpu(x: Tensor, op: str, dim: int, world: int, sizes: Ints | None, s
     unit = x.element_size()
     if op != "reduce":
         layout = (x.shape, x.stride()) if shape is None else (shape, None)
-        unit = math.gcd(unit_bytes(*layout, dim, world, sizes, unit), x.data_ptr() & 15)  # gcd with 0 keeps the unit
+        unit = math.gcd(split_by(*layout, dim, world, sizes).unit(unit), x.data_ptr() & 15)  # gcd with 0 keeps the unit
     return "torch" if nbytes < limits.by_unit[unit] else "triton"
 
 
@@ -117,67 +116,45 @@ def pack(
     Traffic: reads ``x`` once, writes the wire once.
     """
     _range = record.profiler_range("pack")
-    wire = out
-    if scale is None and out is None and sizes is None and (dtype is None or dtype is x.dtype):
-        # Almost every call is an even split without cast or scale, whose layout comes from a cache.
-        shape, stride = x.shape, x.stride()
-        is_wire, layout = wire_layout(shape, stride, dim, world)
-        if is_wire:
-            return x, "view", 0
-        if layout is not None:
+    layout = x.shape, x.stride(), dim, world
+    split = split_of(*layout) if sizes is None else split_by(*layout, sizes)
+    if scale is None and out is None and (dtype is None or dtype is x.dtype):
+        if split.is_wire:
+            return x if sizes is None else x.view(-1), "view", 0
+        # Almost every call is an even split without cast or scale.
+        if split.ranks is not None:
             if path_for(x, "pack", dim, world) == "torch":
-                return x.as_strided(*layout).contiguous(), "torch", 2 * x.nbytes
-            wire = x.new_empty(layout[0])
-            plain = not x.is_conj() and not x.is_neg()
-            if plain and (copied := _plain_copy("pack", x, wire, shape, stride, dim, world)):
-                return wire, "triton", copied
-    plan = AddressMap.along(x.shape, dim, world, sizes)
-    plain = scale is None and out is None and dtype in (None, x.dtype)
-    if plain and sizes is not None and plan.is_view and x.is_contiguous():
-        return x.view(-1), "view", 0
-    if wire is None:
-        wire = x.new_empty(_wire_shape(plan, x, dim, sizes), dtype=dtype)
-    blocks = wire if out is not None or sizes is not None else wire.view(world, plan.outer, plan.run)
-    return wire, *pack_into(blocks, x, plan, dim, sizes, scale)
+                return x.as_strided(*split.ranks).contiguous(), "torch", 2 * x.nbytes
+            out = x.new_empty(split.ranks[0])
+            if copied := _plain_copy("pack", x, out, split):
+                return out, "triton", copied
+    wire = x.new_empty(split.wire_shape, dtype=dtype) if out is None else out
+    blocks = wire if sizes is not None else wire.view(world, split.outer, split.run)
+    return wire, *pack_into(blocks, x, split, scale)
 
 
-def _wire_shape(plan: AddressMap, x: Tensor, dim: int, sizes: Ints | None) -> Ints:
-    """Return the shape of a new wire for ``x`` split along ``dim``, as ``pack`` documents it."""
-    if sizes is not None:
-        return (plan.outer * plan.row,)
-    layout = wire_layout(x.shape, x.stride(), dim, plan.world)[1]
-    return (plan.world, plan.outer, plan.run) if layout is None else layout[0]
-
-
-def pack_into(
-    wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Ints | None, scale: float | None
-) -> tuple[CopyPath, int]:
+def pack_into(wire: Tensor, x: Tensor, split: Split, scale: float | None) -> tuple[CopyPath, int]:
     """Pack ``x`` into ``wire``; return the path (torch or triton) and the bytes read plus written.
 
     Args:
         wire: buffer ``[world, outer, run]``, or flat with ``sizes``.
         x: tensor of any strides.
-        plan: address map of the split.
-        dim: dim that is split over the ranks.
-        sizes: size of ``dim`` on every rank; None splits it as ``torch.chunk`` does.
+        split: of ``x``, see ``split_of``.
         scale: factor applied before the one rounding; None for 1.
     """
-    path, layout = path_for(x, "pack", dim, plan.world, sizes), rows_layout(x.shape, x.stride(), dim)
-    if layout is None and plan.outer == 1 and (plan.even or sizes is not None) and wire.is_contiguous():
-        layout = rows_layout(x.shape, x.stride(), -1)  # the wire has the order of x, so any rows describe it
-        if layout is not None:
-            wire, sizes, plan = wire.view(1, -1, x.shape[-1]), None, AddressMap.along(x.shape, -1, 1)
-    if layout is None:
-        _refuse_triton("pack", x, dim)  # raises only if triton is forced
-        return "torch", _pack_blocks(wire, x, plan, dim, sizes, scale)
-    # ``sizes`` counts indices of the dim, ``plan.lengths`` the elements of a row that they are; both may be None.
-    rows = x.as_strided(*layout)
+    path, walked = path_for(x, "pack", split.dim, split.world, split.sizes), split.walked
+    if walked is None or walked.rows is None or (walked is not split and not wire.is_contiguous()):
+        _refuse_triton("pack", x, split.dim)  # raises only if triton is forced
+        return "torch", _pack_blocks(wire, x, split, scale)
+    if walked is not split:
+        wire = wire.view(1, -1, walked.row)
+    rows = x.as_strided(*walked.rows)
     if path == "triton":
         try:
-            return path, kernels.pack(rows, wire, scale, sizes=plan.lengths)
+            return path, kernels.pack(rows, wire, scale, sizes=walked.lengths)
         except TooLargeError as error:
             _leave_to_torch(error)  # raises only if triton is forced
-    return "torch", reference.pack(rows, wire, scale, sizes=plan.lengths)
+    return "torch", torch_path.pack(rows, wire, scale, sizes=walked.lengths)
 
 
 def unpack(
@@ -211,53 +188,50 @@ def unpack(
     Traffic: reads the wire once, writes the result once, and reads it too when accumulating.
     """
     _range = record.profiler_range("unpack")
-    if out is None and scale is None and sizes is None and (dtype is None or dtype is wire.dtype):
-        shape_out = tuple(shape)
-        layout = gathered_layout(shape_out, dim, world)
-        if layout is not None and wire.is_contiguous():
-            if path_for(wire, "unpack", dim, world, None, shape_out) == "torch":
-                return _gathered(wire, shape_out, dim, layout), "torch", 2 * wire.nbytes
-            out = wire.new_empty(shape_out)
-            plain = not wire.is_conj() and not wire.is_neg()
-            if plain and (copied := _plain_copy("unpack", out, wire, shape_out, out.stride(), dim, world)):
-                return out, "triton", copied
-    plan = AddressMap.along(shape, dim, world, sizes)
+    layout = tuple(shape), None if out is None else out.stride(), dim, world
+    split = split_of(*layout) if sizes is None else split_by(*layout, sizes)
+    is_plain = out is None and scale is None and (dtype is None or dtype is wire.dtype)
+    if is_plain and split.gathered is not None and wire.is_contiguous():
+        if path_for(wire, "unpack", dim, world, None, split.shape) == "torch":
+            return _gathered(wire, split, split.gathered), "torch", 2 * wire.nbytes
+        out = wire.new_empty(split.shape)
+        if copied := _plain_copy("unpack", out, wire, split):
+            return out, "triton", copied
     if out is None:
-        out = wire.new_empty(shape, dtype=dtype)
-    flat = (-1,) if sizes is not None else (world, plan.outer, plan.run)
-    return out, *_unpack_into(out, wire.reshape(flat), plan, dim, sizes, scale, accumulate)
+        out = wire.new_empty(split.shape, dtype=dtype)
+    flat = (-1,) if sizes is not None else (world, split.outer, split.run)
+    return out, *_unpack_into(out, wire.reshape(flat), split, scale, accumulate)
 
 
-def _gathered(wire: Tensor, shape: Ints, dim: int, layout: tuple[Ints, Ints, Ints | None, int]) -> Tensor:
+def _gathered(wire: Tensor, split: Split, layout: tuple[Ints, Ints, Ints | None]) -> Tensor:
     """Concatenate the shards of a contiguous, even wire by torch: ``cat`` where rows are short, else one strided copy.
 
     Args:
-        layout: result of ``gathered_layout`` for ``shape``, that of the result, and ``dim``.
+        layout: ``split.gathered``.
     """
-    size, stride, shards, row = layout
+    size, stride, shards = layout
     if shards is None:
         return wire.as_strided(size, stride).clone(memory_format=torch.contiguous_format)
-    if wire.nbytes >= _CAT_BYTES and row * wire.itemsize <= _CAT_ROW:  # a strided copy takes its time per run
-        return torch.cat((wire if wire.shape == shards else wire.view(shards)).unbind(0), dim)
-    return wire.as_strided(size, stride).reshape(shape)
+    if wire.nbytes >= _CAT_BYTES and split.row * wire.itemsize <= _CAT_ROW:  # a strided copy takes its time per run
+        return torch.cat((wire if wire.shape == shards else wire.view(shards)).unbind(0), split.dim)
+    return wire.as_strided(size, stride).reshape(split.shape)
 
 
 def _unpack_into(
-    out: Tensor, wire: Tensor, plan: AddressMap, dim: int, sizes: Ints | None, scale: float | None, accumulate: bool
+    out: Tensor, wire: Tensor, split: Split, scale: float | None, accumulate: bool
 ) -> tuple[CopyPath, int]:
     """Unpack ``wire``, ``[world, outer, run]`` or flat with ``sizes``; return the path and the bytes copied."""
-    path, layout = path_for(out, "unpack", dim, plan.world, sizes), rows_layout(out.shape, out.stride(), dim)
-    if layout is None:
-        _refuse_triton("unpack", out, dim)  # raises only if triton is forced
-        return "torch", _unpack_blocks(wire, out, plan, dim, sizes, scale, accumulate)
-    # ``sizes`` counts indices of the dim, ``plan.lengths`` the elements of a row that they are; both may be None.
-    rows = out.as_strided(*layout)
+    path = path_for(out, "unpack", split.dim, split.world, split.sizes)
+    if split.rows is None:
+        _refuse_triton("unpack", out, split.dim)  # raises only if triton is forced
+        return "torch", _unpack_blocks(wire, out, split, scale, accumulate)
+    rows = out.as_strided(*split.rows)
     if path == "triton":
         try:
-            return path, kernels.unpack(wire, rows, scale, accumulate=accumulate, sizes=plan.lengths)
+            return path, kernels.unpack(wire, rows, scale, accumulate=accumulate, sizes=split.lengths)
         except TooLargeError as error:
             _leave_to_torch(error)  # raises only if triton is forced
-    return "torch", reference.unpack(wire, rows, scale, accumulate=accumulate, sizes=plan.lengths)
+    return "torch", torch_path.unpack(wire, rows, scale, accumulate=accumulate, sizes=split.lengths)
 
 
 def _refuse_triton(name: str, x: Tensor, dim: int) -> None:
@@ -304,7 +278,7 @@ def reduce(
             return out, "triton", kernels.reduce(flat, total, scale)
         except TooLargeError as error:
             _leave_to_torch(error)  # raises only if triton is forced
-    return out, "torch", reference.reduce(flat, total, scale)
+    return out, "torch", torch_path.reduce(flat, total, scale)
 
 
 def contiguous(x: Tensor) -> tuple[Tensor, int]:
@@ -319,42 +293,43 @@ def resolved(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
-def _plain_copy(name: str, x: Tensor, wire: Tensor, shape: Ints, stride: Ints, dim: int, world: int) -> int:
+def _plain_copy(name: str, x: Tensor, wire: Tensor, split: Split) -> int:
     """Launch the kernel ``pack`` or ``unpack`` of an even copy without cast or scale between ``x`` and its wire.
 
     Returns the bytes copied; 0 if no kernel fits, and nothing was copied.
     """
-    # Almost every call is such a copy, so its launch is cached as a whole: no view of the tensor is made.
-    alignment = (x.data_ptr() | wire.data_ptr()) & 15
-    launch, copied = _prepared(name, x.get_device(), x.dtype, alignment, shape, stride, dim, world)
+    if x.is_conj() or x.is_neg() or wire.is_conj() or wire.is_neg():
+        return 0
+    # Almost every call is such a copy, so its launch is kept as a whole: no view of the tensor is made.
+    key = name, x.get_device(), x.dtype, (x.data_ptr() | wire.data_ptr()) & 15
+    prepared = split.launches.get(key)
+    if prepared is None:
+        prepared = split.launches[key] = _prepared(split, *key)
+    launch, copied = prepared
     if launch is not None:
         launch(x, wire, 1.0)  # by the scale 1
     return copied
 
 
-@lru_cache(maxsize=8192)
-def _prepared(
-    name: str, device: int, dtype: torch.dtype, alignment: int, shape: Ints, stride: Ints, dim: int, world: int
-) -> "tuple[Launch | None, int]":
+def _prepared(split: Split, name: str, device: int, dtype: torch.dtype, alignment: int) -> "tuple[Launch | None, int]":
     """Return the launch of ``_plain_copy`` and the bytes that it copies; (None, 0) if no kernel fits.
 
     Args:
         alignment: the last four bits of either address, combined by "or".
     """
-    layout = rows_layout(shape, stride, dim)
-    if layout is None or 0 in shape:
+    if split.rows is None or 0 in split.shape:
         return None, 0
     try:
-        return kernels.plain_copy(name, device, dtype, alignment, *layout, world)
+        return kernels.plain_copy(name, device, dtype, alignment, *split.rows, split.world)
     except TooLargeError:
         return None, 0
 
 
-def _pack_blocks(wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Ints | None, scale: float | None) -> int:
+def _pack_blocks(wire: Tensor, x: Tensor, split: Split, scale: float | None) -> int:
     """Pack ``x``, whose layout no kernel reads, by one strided torch copy per rank; return the bytes copied."""
     if scale is not None and not (x.dtype.is_floating_point and wire.dtype.is_floating_point):
         raise ArgumentError(f"pack: a scale needs floating point tensors, not {x.dtype} and {wire.dtype}")
-    for block, shard in _blocks(wire, x, plan, dim, sizes):
+    for block, shard in _blocks(wire, x, split):
         if scale is None:
             block.copy_(shard)
         else:
@@ -366,31 +341,27 @@ def _pack_blocks(wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Int
     return x.nbytes + wire.nbytes
 
 
-def _unpack_blocks(
-    wire: Tensor, out: Tensor, plan: AddressMap, dim: int, sizes: Ints | None, scale: float | None, accumulate: bool
-) -> int:
+def _unpack_blocks(wire: Tensor, out: Tensor, split: Split, scale: float | None, accumulate: bool) -> int:
     """Unpack ``wire`` into ``out``, whose layout no kernel reads, by one strided copy per rank; return bytes copied."""
     if scale is not None or accumulate:
         raise UnsupportedError("unpack: scale and accumulate need a result whose split dims one stride can walk")
-    for block, shard in _blocks(wire, out, plan, dim, sizes):
+    for block, shard in _blocks(wire, out, split):
         shard.copy_(block)
     return out.nbytes + out.numel() * wire.element_size()
 
 
-def _blocks(wire: Tensor, x: Tensor, plan: AddressMap, dim: int, sizes: Ints | None) -> Iterator[tuple[Tensor, Tensor]]:
+def _blocks(wire: Tensor, x: Tensor, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each rank (its part of ``wire``, its shard of ``x``), views of one shape; zero the wire's padding."""
-    dim %= x.dim()
-    lead, tail = x.shape[:dim], x.shape[dim + 1 :]
-    step, start = -(-x.shape[dim] // plan.world), 0  # ``step`` is the size of a full shard, which is rounded up
-    for w in range(plan.world):
-        size = sizes[w] if sizes is not None else max(0, min(step, x.shape[dim] - start))
+    shape, dim, sizes = split.shape, split.dim, split.sizes
+    step, start = -(-shape[dim] // split.world), 0  # ``step`` is the size of a full shard, which is rounded up
+    for w in range(split.world):
+        size = sizes[w] if sizes is not None else max(0, min(step, shape[dim] - start))
         shard = x.narrow(dim, start, size)
         if sizes is not None:
-            inner = plan.row // max(x.shape[dim], 1)
-            at = plan.outer * start * inner
+            at = split.outer * start * (split.row // max(shape[dim], 1))
             yield wire[at : at + shard.numel()].view(shard.shape), shard
         else:
-            block = wire[w].view(*lead, step, *tail)
+            block = wire[w].view(*shape[:dim], step, *shape[dim + 1 :])
             if size < step:
                 block.narrow(dim, size, step - size).zero_()
             yield block.narrow(dim, 0, size), shard

@@ -10,9 +10,9 @@ from tritoncomm_kernels.config import config_for, crossover_of, origin_of
 
 from tritoncomm import record
 from tritoncomm.core import backend, ops
-from tritoncomm.core.address_map import AddressMap, rows_layout, unit_bytes, wire_layout
 from tritoncomm.core.cost import Rates, collective_seconds, pass_seconds
 from tritoncomm.core.plan import Ints
+from tritoncomm.core.split import Split, split_by
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.parsing import dtype_name
 
@@ -149,40 +149,31 @@ class Call:
 
     def pack(self, shape: Ints, dim: int, sizes: Ints | None = None) -> Step:
         """Return the pack of the input, split along ``dim``, into rank order."""
-        x = self.input(shape)
-        stride = x.stride()
-        if sizes is None:
-            is_wire = wire_layout(shape, stride, dim, self.world)[0]
-        else:
-            is_wire = AddressMap.along(shape, dim, self.world, sizes).is_view and x.is_contiguous()
-        return self._layout("pack", shape, stride, dim, sizes, is_wire)
+        split = split_by(shape, self.input(shape).stride(), dim, self.world, sizes)
+        return self._layout("pack", split, split.is_wire)
 
     def unpack(self, shape: Ints, dim: int, sizes: Ints | None = None) -> Step:
         """Return the unpack of the wire into a tensor of that shape, concatenated along ``dim``."""
-        is_wire = AddressMap.along(shape, dim, self.world, sizes).outer == 1
-        return self._layout("unpack", shape, torch.empty(shape, device="meta").stride(), dim, sizes, is_wire)
+        split = split_by(shape, None, dim, self.world, sizes)
+        return self._layout("unpack", split, split.outer == 1)
 
-    def _layout(self, name: str, shape: Ints, stride: Ints, dim: int, sizes: Ints | None, is_wire: bool) -> Step:
-        """Return the step of a pack or unpack of a tensor of ``shape`` and ``stride``; none moves if ``is_wire``."""
+    def _layout(self, name: str, split: Split, is_wire: bool) -> Step:
+        """Return the step of a pack or unpack of a tensor; none moves if ``is_wire``."""
+        shape, size = split.shape, self.dtype.itemsize
         if is_wire:
             return self.local(name, f"{list(shape)} is already in rank order (no copy)", 0)
-        plan, dim = AddressMap.along(shape, dim, self.world, sizes), dim % len(shape)
-        wire = f"[{plan.outer * plan.row}]" if sizes is not None else f"[{self.world}, {plan.outer}, {plan.run}]"
-        what = f"{list(shape)} along dim {dim} -> wire {wire}"
-        if name == "unpack":
-            what = f"wire {wire} -> {list(shape)} along dim {dim}"
-        size, copied = self.dtype.itemsize, 2 * self.nbytes(shape)
-        unit = unit_bytes(shape, stride, dim, self.world, sizes, size)
+        flat, ranks = f"[{split.outer * split.row}]", f"[{self.world}, {split.outer}, {split.run}]"
+        ends = f"{list(shape)} along dim {split.dim}", f"wire {ranks if split.sizes is None else flat}"
+        what = " -> ".join(ends if name == "pack" else (ends[1], ends[0]))
+        copied, unit, walked = 2 * self.nbytes(shape), split.unit(size), split.walked
         path = self.path(name, self.nbytes(shape), unit)
-        if rows_layout(shape, stride, dim) is None:
-            # The wire of one row has the order of the tensor, so any rows describe it, as in ``ops.pack_into``.
-            if plan.outer != 1 or rows_layout(shape, stride, -1) is None:  # no kernel reads it
-                return self._copied(name, what, copied)
-            plan = AddressMap.along(shape, -1, 1)
+        if walked is None:  # no kernel reads it
+            return self._copied(name, what, copied)
         if path != "triton" or not copied:
             return self.local(name, what, copied, path)
-        cols = plan.run if plan.lengths is not None else plan.world * plan.run  # with sizes the run is the longest
-        tile = config_for(name, unit, plan.outer, cols * size, device_name=self.device_name, sm_count=self.sm_count)
+        # With sizes the run is the longest.
+        cols = walked.run if walked.lengths is not None else walked.world * walked.run
+        tile = config_for(name, unit, walked.outer, cols * size, device_name=self.device_name, sm_count=self.sm_count)
         tile_text = f"{tile.block_rows} x {tile.block_cols} B, {tile.num_warps} warps, {unit} B per access"
         return self.local(name, what, copied, path, tile_text, origin_of(name, unit, self.device_name, self.sm_count))
 

@@ -17,9 +17,10 @@ from torch.distributed import ProcessGroup
 from tritoncomm import record
 from tritoncomm.core import backend
 from tritoncomm.core.agreement import largest
+from tritoncomm.core.blocks import MOST_SEGMENTS
 from tritoncomm.core.memory import empty_on
 from tritoncomm.core.ops import resolved
-from tritoncomm.core.segments import MOST_SEGMENTS, full_tensors, gather, scatter
+from tritoncomm.core.segments import full_tensors, gather, scatter
 from tritoncomm.core.validation import check_data
 from tritoncomm.errors import ArgumentError, CommError, GroupError, MismatchError, UnsupportedError
 

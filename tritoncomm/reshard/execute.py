@@ -17,6 +17,7 @@ from tritoncomm_kernels import Segments, in_turns
 from tritoncomm import record
 from tritoncomm.core import backend, segments
 from tritoncomm.core.autograd import direct
+from tritoncomm.core.blocks import Block
 from tritoncomm.core.memory import contiguous_stride, empty, share_memory
 from tritoncomm.core.ops import path_for
 from tritoncomm.core.plan import Ints
@@ -113,11 +114,12 @@ class BucketStep:
             if table
         ]
         # Blocks that are copied into their results, and blocks that are added to what other buckets bring.
-        pairs = tables.pairs_of(bucket.direct, strides)
+        dtypes = [item.result for item in plan.items]
+        staying = tables.staying_blocks(bucket.direct, strides, dtypes)
         self._direct, self._summed = (
-            [pair for pair in pairs if (pair.tensor in plan.accumulated) is adds] for adds in (False, True)
+            [block for block in staying if (block.tensor in plan.accumulated) is adds] for adds in (False, True)
         )
-        copies = None if in_place else tables.copies_of(self._direct, [item.result for item in plan.items])
+        copies = None if in_place else tables.copies_between(self._direct, dtypes)
         self._copies = None if copies is None else _Pass("copy_segments", *copies)
 
     def __bool__(self) -> bool:
@@ -175,17 +177,12 @@ class BucketStep:
         return wire, base, wire, base
 
     def _views(
-        self, pairs: list[tables.StridedPair], sources: Sequence[Tensor], targets: Sequence[Tensor]
+        self, blocks: list[Block], sources: Sequence[Tensor], targets: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return views of staying blocks, cloned if results share their memory, and of their places in the results."""
-        blocks = [_view(sources[pair.tensor], pair.size, pair.source_stride, pair.source_offset) for pair in pairs]
-        places = [_view(targets[pair.tensor], pair.size, pair.target_stride, pair.target_offset) for pair in pairs]
-        return [x.clone() for x in blocks] if self._in_place else blocks, places
-
-
-def _view(x: Tensor, size: Ints, stride: Ints, offset: int) -> Tensor:
-    """Return a view of a tensor's memory with another size and stride, ``offset`` elements behind its first element."""
-    return x.as_strided(size, stride, int(x.storage_offset()) + offset)
+        views = [block.view(sources[block.tensor]) for block in blocks]
+        places = [block.in_wire(targets[block.tensor]) for block in blocks]
+        return [x.clone() for x in views] if self._in_place else views, places
 
 
 class Executor:

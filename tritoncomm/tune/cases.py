@@ -11,7 +11,7 @@ from tritoncomm_kernels import tables
 from tritoncomm_kernels.dtypes import wide_type
 from tritoncomm_kernels.tables import OPS
 
-from tritoncomm.core.address_map import AddressMap
+from tritoncomm.core.split import split_of
 from tritoncomm.parsing import dtype_name, parse_ints
 
 __all__ = ["MODELS", "Case", "Model", "can_sum", "from_model", "from_shapes", "parse_shape", "read_model", "sweep"]
@@ -44,7 +44,7 @@ class Case:
     @property
     def run(self) -> int:
         """Elements of a row that go to one rank."""
-        return AddressMap.along((self.outer, self.row), 1, self.world).run
+        return split_of((self.outer, self.row), None, 1, self.world).run
 
     @property
     def unit(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 import tritoncomm_kernels as kernels
 from torch import Tensor
-from tritoncomm_kernels import reference
+from tritoncomm_kernels import torch_path
 from tritoncomm_kernels.tables import EVICT_UNITS
 
 from tritoncomm.core import ops
@@ -52,7 +52,7 @@ class Bench:
     _prepared: tuple[Case, Tensor, Tensor, Tensor] | None = field(init=False, default=None)
 
     def check(self, case: Case, candidate: Candidate) -> str:
-        """Return how many elements of a candidate's output differ from ``reference`` in any bit; empty if none does."""
+        """Return how many elements of a candidate's output differ from torch's in any bit; empty if none does."""
         _, target, expected = self._prepare(case)
         _bits(target).fill_(-1)  # the last candidate's output is still there
         self._launch(case, candidate)()
@@ -102,7 +102,7 @@ class Bench:
             source = self._random(shapes[case.op][0], case)
             target = torch.empty(shapes[case.op][1], dtype=case.dtype, device=self.device)
             expected = torch.empty_like(target)
-            getattr(reference, case.op)(source, expected)
+            getattr(torch_path, case.op)(source, expected)
             self._prepared = case, source, target, expected
         return self._prepared[1:]
 

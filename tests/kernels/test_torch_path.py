@@ -3,7 +3,7 @@
 import pytest
 import torch
 from bits import bits
-from tritoncomm_kernels import Segment, Segments, reference
+from tritoncomm_kernels import Segment, Segments, torch_path
 from tritoncomm_kernels.segments import checked_segments, layouts_of
 
 WORLD, ROWS, EACH = 8, 6, 5
@@ -23,12 +23,12 @@ def test_shards_of_a_tensor_are_one_copy(dtype: torch.dtype, first: int) -> None
     table = Segments(shards(dtype.itemsize, first), [dtype])
     wire = torch.full((table.wire_bytes,), 7, dtype=torch.uint8)
     assert len(checked_segments("gather_segments", table, layouts_of(wire, [x]), False).copies) == 1
-    reference.gather_segments([x], wire, table)
+    torch_path.gather_segments([x], wire, table)
     assert wire[:first].tolist() == [7] * first
     by_rank = x.view(ROWS, WORLD, EACH).transpose(0, 1).contiguous()
     assert torch.equal(wire[first:], bits(by_rank).view(-1))
     back = torch.zeros_like(x)
-    reference.scatter_segments(wire, [back], table)
+    torch_path.scatter_segments(wire, [back], table)
     assert torch.equal(bits(back), bits(x))
 
 
@@ -38,7 +38,7 @@ def test_segments_at_other_distances_are_copies_of_their_own() -> None:
     wire = torch.zeros(table.wire_bytes, dtype=torch.uint8)
     copies = checked_segments("gather_segments", table, layouts_of(wire, [x]), False).copies
     assert [(each.wire, each.size[0]) for each in copies] == [(0, 3), (96, 2), (160, 1)]
-    reference.gather_segments([x], wire, table)
+    torch_path.gather_segments([x], wire, table)
     for segment in RAGGED:
         at = segment.offset
         expected = [*range(at, at + 3), *range(40 + at, 43 + at)]
@@ -59,8 +59,8 @@ def test_blocks_of_a_sum(
     total = wire[0].to(wide)
     for part in wire[1:]:
         total = total + part
-    monkeypatch.setattr(reference, "_SUMMED", 4)
+    monkeypatch.setattr(torch_path, "_SUMMED", 4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    reference.reduce(wire, out, scale)
+    torch_path.reduce(wire, out, scale)
     expected = total if scale is None else total * torch.tensor(scale, dtype=wide)
     assert torch.equal(bits(out), bits(expected.to(dtype)))

@@ -1,4 +1,4 @@
-"""The kernels in plain torch: the twins of all tests, and except for cross entropy the path of CPU tensors."""
+"""The kernels in plain torch: the path of CPU tensors (cross entropy has another), and of GPU tensors where it wins."""
 
 from collections.abc import Iterator, Sequence
 
