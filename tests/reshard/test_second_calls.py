@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tritoncomm.core import ops
-from tritoncomm.errors import ArgumentError, CommError, GroupError, ShapeError, UnsupportedError
+from tritoncomm.errors import ArgumentError, CommError, GroupError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.reshard import (
     Layout,
     OwnedExchange,
@@ -266,6 +266,27 @@ def dtensors_of_another_layout_are_rejected(group: TorchGroup) -> None:
         assert not wrong.to_local().any()
         call({"w": moves}, out={"w": right})
         same(right.to_local(), placed(*target[1]).to_local())
+
+
+@case
+def dtensors_over_submeshes_are_replicas_where_the_layout_says_so(group: TorchGroup) -> None:
+    """Without a layout the ranks of two submeshes disagree, as they may have two tensors; another box is refused."""
+    if group.size() != 4:
+        return
+    rank, full = group.rank(), ramp(8, 12)
+    mine = [0, 2] if rank % 2 == 0 else [1, 3]
+    mesh = DeviceMesh("cpu", torch.tensor(mine), _init_backend=False)
+    local = full.chunk(2)[mine.index(rank)].clone()
+    x = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
+    columns = Layout.on_mesh((8, 12), range(4), [1])
+    with pytest.raises(MismatchError, match="over 2 ranks"):
+        reshard({"w": x}, None, columns, group=group)
+    for _ in range(2):
+        source = Layout.on_mesh((8, 12), [[0, 1], [2, 3]], [0, None])
+        same(reshard({"w": x}, source, columns, group=group)["w"], local_of(columns, rank, full))
+    for wrong in (Layout.on_mesh((8, 12), range(4), [0]), Layout.on_mesh((8, 12), [[2, 3], [0, 1]], [0, None])):
+        with pytest.raises(ShapeError, match=r"^reshard: w is laid out as"):
+            reshard({"w": x}, wrong, columns, group=group)
 
 
 def colo_tensors_of_another_layout_are_rejected(group: TorchGroup) -> None:

@@ -376,6 +376,19 @@ class Layout:
     def __hash__(self) -> int:
         return hash(self.digest)
 
+    def has_part(self, part: "Layout") -> bool:
+        """Whether all ranks of ``part``, a layout of this shape, own the same boxes here, at the same places."""
+        if (part.shape, part.step) != (self.shape, self.step):
+            return False
+        own, others = (
+            {(layout.ranks[owner], *start, *size, *at) for owner, start, size, at in zip(
+                boxes.owner.tolist(), boxes.start.tolist(), boxes.size.tolist(), boxes.at.tolist(), strict=True
+            )}
+            for layout, boxes in ((self, self.boxes()), (part, part.boxes()))
+        )  # fmt: skip
+        ranks = set(part.ranks)
+        return {box for box in own if box[0] in ranks} == others
+
     def texts(self, which: slice = slice(None)) -> list[str]:
         """Return boxes in words: ``[0:4, 0:8] on rank 1``."""
         return [
