@@ -72,9 +72,9 @@ test-models: $(READY) $(PEERS)  ## tests every model of transformers
 	$(PY) -m pytest tests/integrations/test_models.py -v $(WORKERS)
 
 # Peers' own test suites and recipes with the newest releases, first alone, then with ours in their place. Their sources
-# come from GitHub; WORLD_MEGATRON= names a folder or a git repository instead. ARGS="--only TRL" runs one suite, and
-# --write puts the rows into docs/compatibility.md.
-world := torch transformers accelerate trl datasets requests pytest-mock
+# come from GitHub; WORLD_MEGATRON=, WORLD_DEEPSPEED=, WORLD_YUNCHANG= and WORLD_COLOSSALAI= name a folder or a git
+# repository instead. ARGS="--only TRL" runs one suite, and --write puts the rows into docs/compatibility.md.
+world := torch transformers accelerate trl datasets requests pytest-mock deepspeed yunchang
 test-world: $(if $(PYTHON),,.venv-world/.ready $(MEGATRON:%=.megatron/%))  ## runs peers' own tests with ours in their place
 	PYTHONPATH=$(MEGATRON:%=$(CURDIR)/.megatron/%:)$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/tools$(PYTHONPATH:%=:%) \
 	    $(or $(PYTHON),.venv-world/bin/python) -m outside $(ARGS)

@@ -61,8 +61,8 @@ OUTSIDE = """
 
 `make test-world` runs them on the CPU, over Gloo: first alone, then with ours in the peer's place. A test that passes
 alone and fails with ours fails the run. A shim takes the place of CUDA, and the tests' files stay as they are. What
-fails alone needs a GPU, a network or a package that is not there. Tests that compare ours with the package themselves
-have one count.
+fails alone needs a GPU, a network, a package that is not there or another version: ColossalAI 0.2.8 is of torch 1.13,
+and DeepSpeed's tests are newer than its release. Tests that compare ours with the package themselves have one count.
 """
 
 

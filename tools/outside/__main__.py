@@ -66,7 +66,8 @@ def judge(name: str, suite: Suite) -> Result:
     """Run a suite in both setups; what passes alone and fails with ours runs again, one by one, before it counts."""
     if reason := missing(suite):
         return Result(suite.package, f"not run: {reason}")
-    package = f"{suite.package} {metadata.version(suite.package).partition('+')[0]}"
+    given = metadata.version(suite.package) if suite.source is None or suite.is_installed else suite.source.commit[1:]
+    package = f"{suite.package} {given.partition('+')[0]}"
     try:
         alone, ours = run(name, "alone") if suite.alone else None, run(name, "ours")
         differ = [test for test in ours if failed(ours, test) and (alone is None or passed(alone, test))]

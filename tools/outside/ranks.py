@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from outside.suites import SUITES, Suite, checkout
+from outside.suites import ROOT, SUITES, Suite, checkout
 
 __all__ = ["Outcome", "main", "run"]
 
@@ -92,6 +92,7 @@ def _fork(suite: Suite, is_ours: bool, tests: list[str], rank: int, port: int, l
             "no:cacheprovider",
             "-q",
             "--tb=short",
+            "--continue-on-collection-errors",
             f"--timeout={suite.timeout}",
             "--timeout-method=thread",
         ]
@@ -126,14 +127,15 @@ def main(name: str, setup: str, out: str, *again: str) -> None:
     suite, is_ours = SUITES[name], setup == "ours"
     folder = checkout(suite.source) if suite.source is not None else Path.cwd()
     os.chdir(folder)
-    sys.path.insert(0, str(folder))
+    sys.path.append(str(folder))  # behind the packages that are installed, which the folder may have too
     suite.prepare(is_ours)
     results: dict[str, Outcome] = {}
     if again:
         for test in again:
-            results |= {
-                node: one for node, one in run(suite, is_ours, [test], suite.timeout + 30).items() if node == test
-            }
+            # The name of a test of ours begins at the root of the repository, not in this folder.
+            where = str(ROOT / test) if (ROOT / test.partition("::")[0]).exists() else test
+            found = run(suite, is_ours, [where], suite.timeout + 30)
+            results |= {node: one for node, one in found.items() if node == test}
     else:
         results = run(suite, is_ours, [*suite.tests], suite.limit)
     Path(out).write_text(json.dumps(results))

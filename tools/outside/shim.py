@@ -178,6 +178,8 @@ def _groups() -> None:
 
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         kwargs = {name: value for name, value in kwargs.items() if name not in ("device_id", "pg_options")}
+        if "[localhost]" in str(kwargs.get("init_method")):  # which newer Pythons take for an address
+            kwargs["init_method"] = kwargs["init_method"].replace("[localhost]", "localhost")
         return first(backend_of(backend), *args, **{**kwargs, "timeout": TIMEOUT})
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *_: Any, **kwargs: Any) -> Any:

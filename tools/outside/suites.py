@@ -37,7 +37,7 @@ class Suite:
     """Tests of a peer.
 
     Attributes:
-        package: whose version is told.
+        package: whose version is told: the installed one's, or the tag of the source where that has the package.
         tests: files, from the folder of the source.
         source: of the tests; None for those of this folder.
         ranks: of the tests.
@@ -46,6 +46,7 @@ class Suite:
         enter: runs on each rank, before pytest.
         options: further ones of pytest.
         modules: without which the suite cannot run.
+        is_installed: whether the package is; else it comes with the source.
         alone: False where the tests compare with the peer themselves.
         known: why a test may fail with ours, by the end of its name.
         limit: seconds of the whole run; ``timeout`` of a test.
@@ -60,6 +61,7 @@ class Suite:
     enter: Callable[[bool], None] = lambda is_ours: None
     options: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
+    is_installed: bool = True
     alone: bool = True
     known: Mapping[str, str] = field(default_factory=dict)
     limit: float = 500.0
@@ -105,6 +107,18 @@ MEGATRON = Suite(
     enter=peers.patched,
     modules=("megatron.core",),
 )
+COLOSSALAI = Suite(
+    "colossalai",
+    tuple(f"tests/test_{name}" for name in ("comm", "device", "tensor")),
+    peers.colossalai,
+    Source("hpcaitech/ColossalAI", "v0.2.8", "WORLD_COLOSSALAI"),
+    ranks=4,
+    together=False,
+    options=("-k", "not test_model_parameters"),  # which joins a group that the ranks of later tests inherit
+    is_installed=False,
+)
+YUNCHANG = Source("feifeibear/long-context-attention", "56118e0d8fe377d43441226dd8bdd07135c92c22", "WORLD_YUNCHANG")
+DEEPSPEED = Source("deepspeedai/DeepSpeed", "edaa7221267243c7be7fb49c5d5f5c4fb97b4641", "WORLD_DEEPSPEED")
 OWN = Suite("", (), peers.nothing, alone=False)
 
 
@@ -139,6 +153,21 @@ SUITES = {
         prepare=peers.megatron_resharding,
         enter=peers.with_buffer,
     ),
+    "DeepSpeed's Ulysses": Suite(
+        "deepspeed",
+        ("tests/unit/sequence_parallelism/test_ulysses.py",),
+        peers.deepspeed,
+        DEEPSPEED,
+        ranks=4,
+        together=False,
+        options=("-k", "not CheckpointLoad"),  # hangs on a machine without its compiled optimizers
+        modules=("deepspeed", "transformers"),
+    ),
+    "yunchang's attention": _own(
+        "yunchang", "yunchang", prepare=peers.yunchang, source=YUNCHANG, modules=("yunchang",)
+    ),
+    "ColossalAI's communication, tensor, device": COLOSSALAI,
+    "the same with its own operators": replace(COLOSSALAI, prepare=peers.colossalai_registered),
     "DTensor's redistributions": _own("torch", "dtensor", ranks=4),
     "TRL's SFTTrainer": _own("trl", "trl", together=False, modules=("trl", "datasets")),
 }
