@@ -68,7 +68,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a ragged dim loses its last rows", "tritoncomm/core/split.py",
-        "run = -(-shape[dim] // world) * inner", "run = shape[dim] // world * inner", "tests/core/test_ops.py",
+        "row, run = math.prod(shape[:dim]), shape[dim] * inner, -(-shape[dim] // world) * inner",
+        "row, run = math.prod(shape[:dim]), shape[dim] * inner, shape[dim] // world * inner", "tests/core/test_ops.py",
     ),
     Mutation(
         "send and receive counts are exchanged", "tritoncomm/core/eager.py",

@@ -251,6 +251,7 @@ def run_agreed(group: ProcessGroup) -> None:
         c.all_reduce(T(2), group, ReduceOp(ReduceOp.SUM) if rank else ReduceOp.SUM)
         c.all_to_all(T(sum(range(world))), group, [rank] * world, list(range(world)))
         c.split_reduce_scatter([T(2 * world)], 0, group, scale=2 if rank else 2.0)
+        c.reduce_scatter(T(2 * world), 0, group, wire=torch.bfloat16, scale=2 if rank else 2.0)
         out, handle = c.all_gather(T(2, 2), -1, group, True)
         assert out is handle.wait()
         stages = p2p.P2PCommunicator(group, SimpleNamespace(pipeline_dtype=torch.float32))

@@ -22,7 +22,7 @@ from tritoncomm.core.validation import ranks_of
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.record import CopyPath
 
-__all__ = ["Levels", "Nodes", "all_to_all", "chosen", "row_counts"]
+__all__ = ["Levels", "Nodes", "all_to_all", "chosen", "nodes_of", "row_counts"]
 
 Levels = Literal["flat", "node"]
 """Ways of an exchange: from rank to rank, or in two levels."""
@@ -87,6 +87,13 @@ def chosen(levels: str, group: ProcessGroup, name: str) -> Nodes | None:
         return None
     nodes = Nodes.of(group, name)
     return None if nodes.count == 1 or nodes.size == 1 else nodes
+
+
+def nodes_of(group: ProcessGroup, name: str) -> int:
+    """Return the number of nodes of ``group``; 1 where nobody says how many ranks a node has."""
+    launch = None if variables.NODE.value else launchers.started_by(os.environ)
+    per_node = variables.NODE.value or (launch.local_size if launch is not None else None)
+    return len({rank // per_node for rank in ranks_of(group, name)}) if per_node else 1
 
 
 def row_counts(in_rows: Ints, nodes: Nodes, group: ProcessGroup, name: str, device: torch.device) -> list[list[int]]:

@@ -1,0 +1,298 @@
+"""Reduce-scatter over a 16-bit wire: bit for bit the fp32 sum in rank order of the wire's values, rounded once."""
+
+import math
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from bits import bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pool import Pool
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+from tritoncomm import collective, record, variables
+from tritoncomm.core import ops, wire_sum
+from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, layout: str = "contiguous") -> Tensor:
+    """Values of a rank, which every rank can make."""
+    made = torch.Generator().manual_seed(rank)
+    x = torch.randn(shape, generator=made, dtype=torch.float64) * 10 ** torch.randint(-3, 3, shape, generator=made)
+    x = x.to(dtype)
+    if layout == "transposed":
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "strided":
+        wide = torch.zeros(*shape[:-1], 2 * shape[-1], dtype=dtype)
+        wide[..., ::2] = x
+        return wide[..., ::2]
+    if layout == "columns":
+        wide = torch.zeros(*shape[:-1], shape[-1] + 3, dtype=dtype)
+        wide[..., 3:] = x
+        return wide[..., 3:]
+    return x
+
+
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round once; fp64 reaches 16 bits through fp32."""
+    return (x.float() if x.dtype is torch.float64 and dtype.itemsize == 2 else x).to(dtype)
+
+
+def by_hand(
+    parts: list[Tensor], wire: torch.dtype, result: torch.dtype, scale: float | None = None, to: Tensor | None = None,
+    node: int | None = None, between: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
+    """The sum of all ranks, part by part: of each node first, where nodes have ``node`` ranks."""
+    parts = [narrowed(x, wire) for x in parts]
+    if node is not None:
+        parts = [narrowed(in_order(parts[i : i + node], between), between) for i in range(0, len(parts), node)]
+    total = in_order(parts, result)
+    if scale is not None:
+        total = total * torch.tensor(scale, dtype=total.dtype)
+    if to is not None:
+        total = to.to(total.dtype) + total
+    return narrowed(total, result)
+
+
+def in_order(parts: list[Tensor], result: torch.dtype) -> Tensor:
+    wide = torch.float64 if torch.float64 in (parts[0].dtype, result) else torch.float32
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part.to(wide)
+    return total
+
+
+def shard(x: Tensor, dim: int, sizes: tuple[int, ...], rank: int) -> Tensor:
+    return x.narrow(dim, sum(sizes[:rank]), sizes[rank])
+
+
+def run_cases(group: ProcessGroup, cases: list[dict[str, Any]]) -> int:
+    """Compare every case with the sum by hand; the number of cases."""
+    world, rank = group.size(), group.rank()
+    for case in cases:
+        shape, dim, dtype, wire = case["shape"], case["dim"], case["dtype"], case["wire"]
+        layout, result, scale = case.get("layout", "contiguous"), case.get("result"), case.get("scale")
+        sizes = case.get("sizes") or (shape[dim] // world,) * world
+        every = [values(each, shape, dtype, layout) for each in range(world)]
+        op = ReduceOp.AVG if case.get("average") else ReduceOp.SUM
+        out = None
+        if result is not None:
+            out = values(99, shard(every[0], dim, sizes, rank).shape, result).clone()
+        before = out.clone() if out is not None and case.get("accumulate") else None
+        factor = (1.0 if scale is None else scale) / world if case.get("average") else scale
+        expected = by_hand(
+            [shard(x, dim, sizes, rank) for x in every], wire, result or dtype, factor, before,
+        )  # fmt: skip
+        with ops.path(case.get("path", "auto")):
+            y = collective.reduce_scatter(
+                every[rank], dim, group, op, case.get("asynchronous", False),
+                sizes=case.get("sizes"), wire=wire, scale=scale, out=out, accumulate=case.get("accumulate", False),
+            )  # fmt: skip
+        if case.get("asynchronous"):
+            y, handle = y
+            assert handle.wait() is y
+        assert out is None or y is out
+        assert y.is_contiguous()
+        assert y.dtype is (result or dtype)
+        assert torch.equal(bits(y), bits(expected)), case
+    return len(cases)
+
+
+def grid(world: int) -> list[dict[str, Any]]:
+    """Dtypes, dims, layouts and options, each with the others' first."""
+    shape = (4 * world, 8, 2 * world)
+    cases: list[dict[str, Any]] = []
+    for dtype, wire in product(FLOATS, wire_sum.WIRES):
+        cases.append({"shape": shape, "dim": 0, "dtype": dtype, "wire": wire})
+    for dim, layout in product((0, -1, 2), ("contiguous", "transposed", "strided", "columns")):
+        cases.append({"shape": shape, "dim": dim, "dtype": torch.float32, "wire": torch.bfloat16, "layout": layout})
+    plain = {"shape": shape, "dim": 0, "dtype": torch.bfloat16, "wire": torch.bfloat16}
+    for result in FLOATS:
+        cases += [plain | {"result": result, "accumulate": each, "scale": 0.3} for each in (False, True)]
+    uneven = tuple([3, 0, 5, 1, 2, 0, 7, 4][:world])
+    for dim in (0, 1):
+        sizes_shape = (sum(uneven), 6) if dim == 0 else (6, sum(uneven))
+        cases.append(plain | {"shape": sizes_shape, "dim": dim, "sizes": uneven})
+    cases += [plain | {"average": True}, plain | {"average": True, "scale": 2.0}, plain | {"asynchronous": True}]
+    cases += [plain | {"shape": (0, 4)}, plain | {"shape": (4 * world, 0)}, plain | {"shape": (world,)}]
+    return cases
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_the_sum_is_that_of_the_wire(pool: Pool, world: int) -> None:
+    assert min(pool.run(run_cases, grid(world), world=world)) > 30
+
+
+def test_the_kernels_have_the_same_bits(pool: Pool) -> None:
+    cases = [case | {"path": "triton"} for case in grid(2)[::3]]
+    assert min(pool.run(run_cases, cases, world=2)) > 10
+
+
+def drawn(seed: int, world: int) -> list[dict[str, Any]]:
+    """Cases that hypothesis would have drawn, the same on every rank."""
+    made = torch.Generator().manual_seed(seed)
+
+    def pick(*options: Any) -> Any:
+        return options[int(torch.randint(len(options), (), generator=made))]
+
+    cases = []
+    for _ in range(50):
+        dims = pick(1, 2, 3)
+        shape = [pick(1, 2, 3, 5, 8) for _ in range(dims)]
+        dim, sizes = pick(*range(dims)), None
+        if pick(True, False):
+            sizes = tuple(pick(0, 1, 2, 5) for _ in range(world))
+            shape[dim] = sum(sizes)
+        else:
+            shape[dim] *= world
+        result = pick(None, *FLOATS)
+        cases.append({
+            "shape": tuple(shape), "dim": dim, "sizes": sizes, "dtype": pick(*FLOATS), "wire": pick(*wire_sum.WIRES),
+            "layout": pick("contiguous", "strided", "columns"), "result": result, "average": pick(True, False),
+            "accumulate": result is not None and pick(True, False), "scale": pick(None, 0.5, -1.7),
+            "asynchronous": pick(True, False, False),
+        })  # fmt: skip
+    return cases
+
+
+@pytest.mark.parametrize(("world", "seed"), [(2, 0), (2, 1), (4, 2), (4, 3)])
+def test_drawn_cases(pool: Pool, world: int, seed: int) -> None:
+    assert pool.run(run_cases, drawn(seed, world), world=world) == [50] * world
+
+
+def run_pieces(group: ProcessGroup) -> int:
+    """Every size of a piece has the same bits, on one level and on two."""
+    world, rank, compared = group.size(), group.rank(), 0
+    for shape, dim in (((8 * world, 3), 0), ((3, 8 * world), 1), ((5, 4 * world, 2), 1), ((16 * world,), 0)):
+        sizes = (shape[dim] // world,) * world
+        every = [values(each, shape, torch.float32) for each in range(world)]
+        own = [shard(x, dim, sizes, rank) for x in every]
+        layout = (every[rank].shape, every[rank].stride(), dim, sizes)
+        for node, between in ((None, torch.float32), (2, torch.float32), (2, torch.bfloat16)):
+            nodes = None if node is None else wire_sum.Nodes(world // node, node, rank // node, rank % node)
+            wire = wire_sum.Wire(torch.bfloat16, between, nodes)
+            expected = by_hand(own, torch.bfloat16, torch.float32, 0.5, node=node, between=between)
+            for piece_bytes in (None, 2, 10, 64, 1 << 20):
+                out = torch.full((own[0].numel(),), math.nan)
+                wire_sum.reduce_scatter(
+                    [every[rank]], (layout,), out, group, "f", wire, 0.5, piece_bytes=piece_bytes
+                )  # fmt: skip
+                assert torch.equal(bits(out.view(own[0].shape)), bits(expected)), (shape, node, piece_bytes)
+                compared += 1
+    return compared
+
+
+def test_pieces_and_nodes_have_the_same_bits(pool: Pool) -> None:
+    assert pool.run(run_pieces, world=4) == [60] * 4
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_pieces_cover_every_shard_once(data: st.DataObject) -> None:
+    world = data.draw(st.sampled_from([1, 2, 3, 4]))
+    layouts = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        shape = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))
+        dim = data.draw(st.integers(0, len(shape) - 1))
+        sizes = data.draw(st.lists(st.integers(0, 4), min_size=world, max_size=world))
+        shape[dim] = sum(sizes)
+        x = torch.empty(shape)
+        layouts.append((tuple(shape), x.stride(), dim, tuple(sizes)))
+    nodes = data.draw(st.sampled_from([None, (2, world // 2)])) if world % 2 == 0 else None
+    most = data.draw(st.integers(1, 40))
+    tensors, first = [], 0
+    for shape, *_ in layouts:
+        tensors.append(torch.arange(first, first + math.prod(shape), dtype=torch.float32).view(shape))
+        first += math.prod(shape)
+    order = (
+        list(range(world)) if nodes is None else [n * nodes[1] + i for i in range(nodes[1]) for n in range(nodes[0])]
+    )
+    for rank in range(world):
+        found, at = [], 0
+        for piece in wire_sum.pieces.__wrapped__(tuple(layouts), world, rank, most, torch.float32, nodes):
+            wire = torch.full((sum(piece.counts),), math.nan)
+            for block in piece.blocks:
+                block.in_wire(wire).copy_(block.view(tensors[block.tensor]))
+            assert piece.start == at
+            at += piece.counts[rank]
+            parts = dict(zip(order, wire.split([piece.counts[each] for each in order]), strict=True))
+            found.append(parts[rank])
+        own = [shard(x, dim, sizes, rank).flatten() for x, (_, _, dim, sizes) in zip(tensors, layouts, strict=True)]
+        assert torch.equal(torch.cat([torch.empty(0), *found]), torch.cat(own))
+
+
+def run_counts(group: ProcessGroup) -> tuple[int, int, int]:
+    x = torch.ones(1 << 12, 1 << 9, dtype=torch.float32)
+    with record.recording() as counted:
+        collective.reduce_scatter(x, 0, group, wire=torch.bfloat16)
+    (count,) = counted.values()
+    return count.calls, count.bytes_copied, count.bytes_sent
+
+
+def test_bytes(pool: Pool) -> None:
+    """Read once, the wire written once and read once, the result written once; half of the bytes of fp32 are sent."""
+    elements, world = 1 << 21, 2
+    copied = elements * (4 + 2) + elements * 2 + elements // world * 4
+    assert pool.run(run_counts, world=world) == [(1, copied, elements // world * 2)] * world
+
+
+def run_errors(group: ProcessGroup) -> None:
+    x, wire = torch.ones(4, 4), {"wire": torch.bfloat16}
+    bad: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
+        (ArgumentError, "wire must be bfloat16 or float16, not torch.int8", x, {"wire": torch.int8}),
+        (ArgumentError, "scale, accumulate needs wire", x, {"scale": 2.0, "accumulate": True}),
+        (ArgumentError, "wire_between needs exchange='node'", x, wire | {"wire_between": torch.float32}),
+        (ArgumentError, "wire_between must be", x, wire | {"wire_between": torch.int8, "exchange": "node"}),
+        (ArgumentError, "exchange must be", x, wire | {"exchange": "ring"}),
+        (ArgumentError, "accumulate needs out", x, wire | {"accumulate": True}),
+        (ArgumentError, "out must be contiguous", x, wire | {"out": torch.ones(4, 4)}),
+        (ArgumentError, "out must be contiguous", x, wire | {"out": torch.ones(2, 4, dtype=torch.int32)}),
+        (ArgumentError, "out shares memory", x, wire | {"out": x[:2]}),
+        (ArgumentError, "out requires grad", x, wire | {"out": torch.ones(2, 4, requires_grad=True)}),
+        (UnsupportedError, "op is SUM or AVG", x, wire | {"op": ReduceOp.MAX}),
+        (UnsupportedError, "must be floating point", x.int(), wire),
+        (UnsupportedError, "must be floating point", x.to(torch.complex64), wire),
+        (ShapeError, "^reduce_scatter: .*does not divide", torch.ones(3, 4), wire),
+        (ShapeError, "sizes", x, wire | {"sizes": (1, 1)}),
+    ]
+    for kind, text, tensor, options in bad:
+        with pytest.raises(kind, match=text):
+            collective.reduce_scatter(tensor, 0, group, **options)
+    with variables.NODE.override(1), pytest.raises(UnsupportedError, match="on 2 nodes"):
+        collective.reduce_scatter(x, 0, group, **wire)
+    with variables.NODE.override(1):
+        assert torch.equal(collective.reduce_scatter(x, 0, group, exchange="flat", **wire), 2 * x[:2])
+
+
+def test_errors_by_name(pool: Pool) -> None:
+    pool.run(run_errors, world=2)
+
+
+def run_nodes(group: ProcessGroup) -> None:
+    world, rank = group.size(), group.rank()
+    every = [values(each, (8, 6), torch.float32) for each in range(world)]
+    own = [x.chunk(world)[rank] for x in every]
+    for between in (None, torch.bfloat16):
+        expected = by_hand(own, torch.float16, torch.float32, node=2, between=between or torch.float32)
+        for asynchronous in (False, True):
+            with variables.NODE.override(2):
+                y = collective.reduce_scatter(
+                    every[rank], 0, group, async_op=asynchronous, wire=torch.float16, exchange="node",
+                    wire_between=between,
+                )  # fmt: skip
+            y = y[1].wait() if asynchronous else y
+            assert torch.equal(bits(y), bits(expected))
+
+
+def test_two_levels(pool: Pool) -> None:
+    pool.run(run_nodes, world=4)
+
+
+def test_what_overflows_is_inf(group: ProcessGroup) -> None:
+    x = torch.full((group.size(),), 1e6)
+    assert collective.reduce_scatter(x, 0, group, wire=torch.float16).isinf().all()
