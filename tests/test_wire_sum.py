@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from tritoncomm import collective, record, variables
 from tritoncomm.core import ops, wire_sum
+from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -224,6 +225,63 @@ def test_pieces_cover_every_shard_once(data: st.DataObject) -> None:
             found.append(parts[rank])
         own = [shard(x, dim, sizes, rank).flatten() for x, (_, _, dim, sizes) in zip(tensors, layouts, strict=True)]
         assert torch.equal(torch.cat([torch.empty(0), *found]), torch.cat(own))
+
+
+def run_many(group: ProcessGroup, path: str) -> int:
+    """Several tensors by one exchange, with uneven shards: each is the sum by hand."""
+    world, rank, compared = group.size(), group.rank(), 0
+    shapes = [((5, 8), 1), ((16,), 0), ((7, 3), 0), ((2, 1, 4), 1), ((0, 3), 1), ((3, 4, 6), -1)]
+    for dtype, result, scale in product(FLOATS[:2], (None, torch.float32), (None, 0.3)):
+        every = [[values(10 * i + each, shape, dtype) for i, (shape, _) in enumerate(shapes)] for each in range(world)]
+        with ops.path(path):
+            found = collective.split_reduce_scatter(
+                every[rank], [dim for _, dim in shapes], group, dtype=result, scale=scale, wire=torch.bfloat16
+            )
+        for i, (shape, dim) in enumerate(shapes):
+            sizes = chunk_sizes(shape[dim], world)
+            parts = [shard(each[i], dim, sizes, rank) for each in every]
+            expected = by_hand(parts, torch.bfloat16, result or dtype, scale)
+            assert torch.equal(bits(found[i]), bits(expected)), (i, dtype, result, scale)
+            compared += 1
+        first = found[0].untyped_storage().data_ptr()
+        assert all(x.untyped_storage().data_ptr() == first for x in found)
+    with pytest.raises(ArgumentError, match="need wire"):
+        collective.split_reduce_scatter(torch.ones(4), 0, group, exchange="node")
+    with pytest.raises(ArgumentError, match="one floating-point dtype"):
+        collective.split_reduce_scatter([torch.ones(4), torch.ones(4).half()], 0, group, wire=torch.bfloat16)
+    return compared
+
+
+@pytest.mark.parametrize(("world", "path"), [(1, "torch"), (2, "torch"), (2, "triton"), (4, "torch")])
+def test_several_tensors_travel_together(pool: Pool, world: int, path: str) -> None:
+    assert pool.run(run_many, path, world=world) == [48] * world
+
+
+def run_all_reduce(group: ProcessGroup) -> int:
+    world, rank, compared = group.size(), group.rank(), 0
+    for shape, dtype, layout, average in product(
+        ((8,), (3, 5), (1,), (0,), (4, 4)), FLOATS[:3], ("contiguous", "strided"), (False, True)
+    ):
+        every = [values(each, shape, dtype, layout) for each in range(world)]
+        expected = by_hand([each.clone() for each in every], torch.bfloat16, dtype, 1 / world if average else None)
+        y = collective.all_reduce(every[rank], group, ReduceOp.AVG if average else ReduceOp.SUM, wire=torch.bfloat16)
+        assert (y is every[rank]) == every[rank].is_contiguous()
+        assert torch.equal(bits(y), bits(expected)), (shape, dtype, layout)
+        compared += 1
+    with record.recording() as counted:
+        collective.all_reduce(torch.ones(64), group, wire=torch.bfloat16)
+    assert sum(count.calls for count in counted.values()) == 1
+    assert sum(count.bytes_sent for count in counted.values()) == 64 * (world - 1) // world * (2 + 4)
+    with pytest.raises(UnsupportedError, match="no async_op"):
+        collective.all_reduce(torch.ones(4), group, async_op=True, wire=torch.bfloat16)
+    with pytest.raises(ArgumentError, match="need wire"):
+        collective.all_reduce(torch.ones(4), group, scale=2.0)
+    return compared
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_rank_has_the_sum(pool: Pool, world: int) -> None:
+    assert pool.run(run_all_reduce, world=world) == [60] * world
 
 
 def run_counts(group: ProcessGroup) -> tuple[int, int, int]:

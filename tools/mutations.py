@@ -143,7 +143,7 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks that stay are read after they were overwritten", "tritoncomm/reshard/execute.py",
-        "if self._in_place else blocks, places", "if False else blocks, places", "tests/reshard",
+        "if self._in_place else views, places", "if False else views, places", "tests/reshard",
     ),
     Mutation(
         "gradients of replicas are sent by one of them", "tritoncomm/reshard/execute.py",

@@ -7,6 +7,7 @@ is, and a copy with the result is returned.
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate as running
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from tritoncomm import record
 from tritoncomm.core import backend, eager, wire_sum
 from tritoncomm.core.autograd import outside_graphs, without_graph
 from tritoncomm.core.backend import Handle
@@ -21,7 +23,7 @@ from tritoncomm.core.call import enter
 from tritoncomm.core.fused import pack_many
 from tritoncomm.core.node_exchange import Levels
 from tritoncomm.core.ops import resolved
-from tritoncomm.core.plan import check_split_sizes, located, normalize_sizes, resized, split_evenly
+from tritoncomm.core.plan import check_split_sizes, chunk_sizes, located, normalize_sizes, resized, split_evenly
 from tritoncomm.core.split import split_by
 from tritoncomm.core.validation import check_input, checked_dim, rank_in
 from tritoncomm.core.wire_sum import check_out, check_summed, checked_wire
@@ -194,32 +196,108 @@ def _wire_sum(
     elif accumulate:
         raise ArgumentError(f"{name}: accumulate needs out, what is added to")
     factor = (1.0 if scale is None else float(scale)) / world if op == ReduceOp.AVG else scale
-    arguments = (dim, sizes, op, wire.dtype, wire.between, wire.nodes and wire.nodes.size, scale, accumulate)
-    span = enter(name, "wire_sum", group, tensor, arguments) or Span(name)
-    x = resolved(tensor)
-    layout = x.shape, x.stride(), dim, sizes
-    if split_by(*layout[:3], world, sizes).rows is None:  # one stride cannot walk the rows
-        x = x.contiguous()
-        layout = x.shape, x.stride(), dim, sizes
-    copied = 0 if x is tensor else 2 * x.nbytes
-    path, moved, sent, handle = wire_sum.reduce_scatter(
-        [x], (layout,), result.view(-1), group, name, wire, factor, accumulate, result=result if async_op else None
+    span = enter(name, "wire_sum", group, tensor, ((dim,), sizes, op, *_words(wire), scale, accumulate))
+    end = span or Span(name)
+    handle = _over_wire(
+        end, [tensor], [(dim, sizes)], result.view(-1), group, wire, factor, accumulate, result if async_op else None
     )
-    span.end(path, copied + moved, sent)
     if out is not None:
         torch.autograd.graph.increment_version(out)
     return (result, handle) if async_op else result
 
 
-def all_reduce(tensor: Tensor, parallel_mode: Any, op: Any = ReduceOp.SUM, async_op: bool = False) -> Any:
+def _words(wire: wire_sum.Wire) -> tuple[Any, ...]:
+    """Return what ranks compare of a wire in check mode."""
+    return wire.dtype, wire.between, wire.nodes and wire.nodes.size
+
+
+def _over_wire(
+    span: Span,
+    tensors: Sequence[Tensor],
+    cuts: Sequence[tuple[int, tuple[int, ...]]],
+    out: Tensor,
+    group: dist.ProcessGroup,
+    wire: wire_sum.Wire,
+    scale: float | None,
+    accumulate: bool = False,
+    result: Tensor | None = None,
+) -> Handle | None:
+    """Sum tensors over a wire into the flat ``out``, and end the span; ``cuts`` are the dim and sizes of each."""
+    world, copied, given, layouts = group.size(), 0, [], []
+    for tensor, (dim, sizes) in zip(tensors, cuts, strict=True):
+        x = resolved(tensor)
+        if split_by(x.shape, x.stride(), dim, world, sizes).rows is None:  # one stride cannot walk the rows
+            x = x.contiguous()
+        copied += 0 if x is tensor else 2 * x.nbytes
+        given.append(x)
+        layouts.append((x.shape, x.stride(), dim, sizes))
+    path, moved, sent, handle = wire_sum.reduce_scatter(
+        given, tuple(layouts), out, group, span.name, wire, scale, accumulate, result=result
+    )
+    span.end(path, copied + moved, sent)
+    return handle
+
+
+def all_reduce(
+    tensor: Tensor,
+    parallel_mode: Any,
+    op: Any = ReduceOp.SUM,
+    async_op: bool = False,
+    *,
+    wire: torch.dtype | None = None,
+    wire_between: torch.dtype | None = None,
+    exchange: Levels | None = None,
+    scale: float | None = None,
+) -> Any:
     """Reduce over the ranks, in place when ``tensor`` is contiguous; otherwise into a contiguous copy.
+
+    With ``wire`` the sum is that of ``reduce_scatter``, and the result travels in the tensor's dtype: 0.75 of the bytes
+    for fp32. Every rank has the same bits.
+
+    Args:
+        wire, wire_between, exchange, scale: as for ``reduce_scatter``; not with ``async_op``.
 
     Returns:
         The reduced tensor (``tensor`` itself when contiguous), or ``(tensor, handle)``.
     """
     group = _checked(tensor, parallel_mode, "all_reduce")
+    if wire is not None:
+        if async_op:
+            raise UnsupportedError("all_reduce: with wire there is no async_op: the result is gathered after the sum")
+        return _all_reduce_over_wire(_own_or_detached(tensor), group, op, (wire, wire_between, exchange), scale)
+    if wire_between is not None or exchange is not None or scale is not None:
+        raise ArgumentError("all_reduce: wire_between, exchange and scale need wire, the dtype that travels")
     call = _all_reduce_outside if async_op or op != ReduceOp.SUM else eager.all_reduce
     return call(_own_or_detached(tensor), group, "all_reduce", op, in_place=True, asynchronous=async_op)
+
+
+@outside_graphs
+def _all_reduce_over_wire(
+    tensor: Tensor, group: dist.ProcessGroup, op: Any, travels: tuple[Any, Any, Any], scale: float | None
+) -> Tensor:
+    """Run ``all_reduce`` with a wire: this rank's part of all elements is summed, then the parts are gathered."""
+    name, world, rank = "all_reduce", group.size(), group.rank()
+    wire = checked_wire(*travels, group, name)
+    if op not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise UnsupportedError(f"{name}: with wire op is SUM or AVG, not {op}")
+    check_summed(tensor, name)
+    factor = (1.0 if scale is None else float(scale)) / world if op == ReduceOp.AVG else scale
+    span = enter(name, "wire_sum", group, tensor, (None, None, op, *_words(wire), scale, None)) or Span(name)
+    out = resolved(tensor).contiguous()
+    flat, sizes = out.detach().view(-1), chunk_sizes(tensor.numel(), world)
+    part = flat.new_empty(sizes[rank])
+    _over_wire(span, [flat], [(0, sizes)], part, group, wire, factor)
+    if world == 1:
+        flat.copy_(part)
+    elif len(set(sizes)) == 1:
+        backend.all_gather(flat, part, group, name)
+    else:
+        backend.all_gather_list(list(flat.split(sizes)), part, group, name)
+    # One call, which sends its part to the others too.
+    record.add(name, "view", bytes_copied=0, bytes_sent=part.nbytes * (world - 1), started=record.now(), calls=0)
+    if out is tensor:
+        torch.autograd.graph.increment_version(out)
+    return out
 
 
 def broadcast(tensor: Tensor, src: int, parallel_mode: Any, async_op: bool = False) -> Any:
@@ -303,8 +381,14 @@ def split_reduce_scatter(
     *,
     dtype: torch.dtype | None = None,
     scale: float | None = None,
+    wire: torch.dtype | None = None,
+    wire_between: torch.dtype | None = None,
+    exchange: Levels | None = None,
 ) -> Any:
     """Split, cast and scale one or several tensors into one buffer (one pass) and reduce-scatter it (one collective).
+
+    With ``wire`` values travel in 16 bits and are summed in fp32, as in ``reduce_scatter``: ``dtype`` is the result's
+    alone, and ``scale`` is applied to the sum.
 
     Args:
         tensors: one tensor or several, any shapes and strides, the same on every rank.
@@ -334,7 +418,14 @@ def split_reduce_scatter(
         if x.is_quantized:  # torch cannot even allocate a wire of it
             raise UnsupportedError(f"{name}: a quantized tensor cannot be summed; call .dequantize()")
     axes = [checked_dim(x, dim, name) for x, dim in zip(many, axes, strict=True)]
-    results = _split_reduce_scatter(many, axes, group, dtype, scale)
+    if wire is not None:
+        results = _split_over_wire(
+            many, axes, group, dtype, scale, checked_wire(wire, wire_between, exchange, group, name)
+        )
+    elif wire_between is not None or exchange is not None:
+        raise ArgumentError(f"{name}: wire_between and exchange need wire, the dtype that travels")
+    else:
+        results = _split_reduce_scatter(many, axes, group, dtype, scale)
     return results[0] if isinstance(tensors, Tensor) else results
 
 
@@ -360,6 +451,31 @@ def _split_reduce_scatter(
     parts = [summed[offset : offset + math.prod(shape)] for offset, shape in shards]
     pairs = zip(parts, many, axes, shards, strict=True)
     return [_own(part, x.shape[dim], dim, shape, rank) for part, x, dim, (_, shape) in pairs]
+
+
+def _split_over_wire(
+    many: list[Tensor],
+    axes: list[int],
+    group: dist.ProcessGroup,
+    dtype: torch.dtype | None,
+    scale: float | None,
+    wire: wire_sum.Wire,
+) -> list[Tensor]:
+    """Run ``split_reduce_scatter`` with a wire; return this rank's shard of each tensor."""
+    name, world, rank = "split_reduce_scatter", group.size(), group.rank()
+    for x in many:
+        check_summed(x, name)
+    kinds = {x.dtype for x in many} if dtype is None else {dtype}
+    if len(kinds) > 1 or not (result := kinds.pop()).is_floating_point:
+        raise ArgumentError(f"{name}: with wire the results have one floating-point dtype, of all tensors or given")
+    span = enter(name, "wire_sum", group, many, (tuple(axes), None, ReduceOp.SUM, *_words(wire), scale, result))
+    cuts = [(dim, chunk_sizes(x.shape[dim], world)) for x, dim in zip(many, axes, strict=True)]
+    shapes = [resized(x.shape, dim, sizes[rank]) for x, (dim, sizes) in zip(many, cuts, strict=True)]
+    lengths = [math.prod(shape) for shape in shapes]
+    out = many[0].new_empty(sum(lengths), dtype=result)
+    _over_wire(span or Span(name), many, cuts, out, group, wire, scale)
+    starts = running(lengths, initial=0)  # cut by slices: autograd refuses writes into the results of ``split``
+    return [out[at : at + n].view(shape) for at, n, shape in zip(starts, lengths, shapes, strict=False)]
 
 
 def _own(part: Tensor, size: int, dim: int, shape: tuple[int, ...], rank: int) -> Tensor:

@@ -24,7 +24,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "broadcast": ("root", "op"),
     "reduce": ("root", "op"),
     "split_reduce_scatter": ("dims", "dtype", "scale"),
-    "wire_sum": ("dim", "sizes", "op", "wire", "wire_between", "node_size", "scale", "accumulate"),
+    "wire_sum": ("dims", "sizes", "op", "wire", "wire_between", "node_size", "scale", "into"),
     "reshard": ("plan",),
     "to_heads": ("layout",),
     "to_sequence": ("layout",),
