@@ -24,9 +24,8 @@ from tritoncomm.core.fused import pack_many
 from tritoncomm.core.node_exchange import Levels
 from tritoncomm.core.ops import resolved
 from tritoncomm.core.plan import check_split_sizes, chunk_sizes, located, normalize_sizes, resized, split_evenly
-from tritoncomm.core.split import split_by
 from tritoncomm.core.validation import check_input, checked_dim, rank_in
-from tritoncomm.core.wire_sum import check_out, check_summed, checked_wire
+from tritoncomm.core.wire_sum import check_out, check_summed, checked_wire, row_stride
 from tritoncomm.errors import ArgumentError, CommError, UnsupportedError
 from tritoncomm.groups import group_for
 from tritoncomm.record import Span
@@ -109,8 +108,8 @@ def reduce_scatter(
     With ``wire`` values travel in 16 bits, half of the bytes of an fp32 reduce-scatter, and nothing is rounded in the
     sum: ``out = round((wire(x of rank 0) + wire(x of rank 1) + ...) * scale)`` in fp32, in rank order (fp64 where the
     result is). The bits depend on the ranks' values alone. Values of the wire's dtype travel as they are; a value that
-    overflows fp16 is Inf in the result. Memory for an eighth of the wire and what arrives of it is needed three times,
-    1 MiB at least; with ``async_op`` for all of it. Under torch.compile the graph breaks.
+    overflows fp16 is Inf in the result. Buffers take a third of the wire, 4 MiB at least; with ``async_op`` twice the
+    wire. Under torch.compile the graph breaks.
 
     Args:
         tensor: the same shape on every rank, any strides.
@@ -223,10 +222,10 @@ def _over_wire(
     result: Tensor | None = None,
 ) -> Handle | None:
     """Sum tensors over a wire into the flat ``out``, and end the span; ``cuts`` are the dim and sizes of each."""
-    world, copied, given, layouts = group.size(), 0, [], []
+    copied, given, layouts = 0, [], []
     for tensor, (dim, sizes) in zip(tensors, cuts, strict=True):
         x = resolved(tensor)
-        if split_by(x.shape, x.stride(), dim, world, sizes).rows is None:  # one stride cannot walk the rows
+        if row_stride(x.shape, x.stride(), dim) is None:
             x = x.contiguous()
         copied += 0 if x is tensor else 2 * x.nbytes
         given.append(x)

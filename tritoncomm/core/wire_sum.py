@@ -5,6 +5,7 @@ nodes the sum has two levels: of the ranks of each node, then of the nodes, both
 pieces: the exchange of a piece runs while the one before it is summed, and only a few pieces need memory.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from tritoncomm_kernels import MAX_PARTS, Segments
+from tritoncomm_kernels.geometry import coalesce
 
 from tritoncomm.core import backend, ops, segments
 from tritoncomm.core.blocks import Block, table_of
@@ -26,11 +28,12 @@ from tritoncomm.core.validation import check_kind
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.record import CopyPath
 
-__all__ = ["WIRES", "Layout", "Wire", "check_out", "check_summed", "checked_wire", "reduce_scatter"]
+__all__ = ["WIRES", "Layout", "Wire", "check_out", "check_summed", "checked_wire", "reduce_scatter", "row_stride"]
 
 WIRES = (torch.bfloat16, torch.float16)
 _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_PIECES, _LEAST = 8, 1 << 20  # pieces of a call, of at least so many bytes of the wire
+# Pieces of a call, of at least so many bytes of the wire. Four are in memory: two that were packed, two that arrive.
+_PIECES, _LEAST = 12, 1 << 20
 
 Layout = tuple[Ints, Ints, int, Ints]
 """Of a tensor: shape, strides, the dim that is split, its size on every rank."""
@@ -122,17 +125,16 @@ class Piece:
 
 
 class _Box(NamedTuple):
-    """A range of the first outer dim of one tensor's rows, and a range of the columns of every rank.
+    """A box of one tensor's outer dims, those before the split one, and a range of the columns of every rank.
 
     Attributes:
-        outer: sizes of the outer dims, the range's first.
-        first: where the range begins.
+        start, size: of the box in the outer dims.
         columns: of every rank the first column of its shard, and the number of columns.
     """
 
     tensor: int
-    outer: Ints
-    first: int
+    start: Ints
+    size: Ints
     columns: tuple[tuple[int, int], ...]
 
 
@@ -151,12 +153,12 @@ def reduce_scatter(
     """Sum the ranks' tensors, and write this rank's shards of all of them into ``out``, one after the other.
 
     Args:
-        tensors: without lazy bits, of a floating-point dtype.
-        layouts: of the tensors; sizes are the same on every rank.
+        tensors: without lazy bits, of a floating-point dtype, with a ``row_stride``.
+        layouts: of the tensors; shapes, dims and sizes are the same on every rank, strides need not be.
         out: flat and contiguous, of a floating-point dtype.
         scale: factor applied to the sum.
         accumulate: add to ``out``, before the one rounding.
-        piece_bytes: bytes of the wire in a piece; an eighth of it by default, 1 MiB at least.
+        piece_bytes: bytes of the wire in a piece; a twelfth of it by default, 1 MiB at least.
         result: send all at once, and return a handle that sums in ``wait`` and returns this tensor; None waits here.
 
     Returns:
@@ -308,44 +310,53 @@ def pieces(
 
 
 def _boxes(splits: Sequence[Split], most: int) -> Iterator[tuple[_Box, int]]:
-    """Yield boxes of about ``most`` elements of all ranks at most, in the order of the shards, and their elements."""
+    """Yield boxes of ``most`` elements of all ranks at most, in the order of the shards, and their elements.
+
+    They follow from the shapes alone: ranks may have other strides.
+    """
     for i, split in enumerate(splits):
-        lead, _ = _rows(split)
-        inner = math.prod(lead[1:]) * split.row  # elements of an index of the first outer dim
-        if not inner or not lead[0]:
+        lead = split.shape[: split.dim] or (1,)
+        if not split.row or 0 in lead:
             continue
-        rows = max(min(most // inner, lead[0]), 1)
-        # One row may be too much: its columns are cut, of every rank's shard.
-        cuts = -(-inner // most) if len(lead) == 1 else 1
-        for first in range(0, lead[0], rows):
-            count = min(rows, lead[0] - first)
-            for cut in range(cuts):
-                edges = [(n * cut // cuts, n * (cut + 1) // cuts) for n in split.lengths or ()]
-                columns = tuple([(low, high - low) for low, high in edges])
-                elements = count * math.prod(lead[1:]) * sum(n for _, n in columns)
-                yield _Box(i, (count, *lead[1:]), first, columns), elements
+        # The outermost dim whose index has few enough elements; all dims before it are walked one by one.
+        inner = [math.prod(lead[d + 1 :]) * split.row for d in range(len(lead))]
+        depth = next((d for d, elements in enumerate(inner) if elements <= most), len(lead) - 1)
+        rows = max(most // inner[depth], 1)
+        cuts = -(-split.row // most) if inner[depth] > most else 1  # one row is too much: its columns are cut
+        for index in itertools.product(*map(range, lead[:depth])):
+            for first in range(0, lead[depth], rows):
+                size = (*(1 for _ in index), min(rows, lead[depth] - first), *lead[depth + 1 :])
+                start = (*index, first, *(0 for _ in lead[depth + 1 :]))
+                for cut in range(cuts):
+                    edges = [(n * cut // cuts, n * (cut + 1) // cuts) for n in split.lengths or ()]
+                    columns = tuple([(low, high - low) for low, high in edges])
+                    yield _Box(i, start, size, columns), math.prod(size) * sum(n for _, n in columns)
 
 
-def _rows(split: Split) -> tuple[Ints, Ints]:
-    """Return the sizes of the outer dims of a split's rows, one at least, and the strides of outer dims and row."""
-    assert split.rows is not None
-    size, stride = split.rows
-    return (size[:-1], stride) if len(size) > 1 else ((1,), (0, *stride))
+def row_stride(shape: Ints, stride: Ints, dim: int) -> int | None:
+    """Return the stride that walks the dims from ``dim`` on, merged; None if no single one does."""
+    sizes, steps = coalesce(shape[dim:], stride[dim:])
+    if 0 in shape or sizes == (1,):
+        return 1
+    return steps[0] if len(steps) == 1 else None
 
 
 def _piece(
     splits: Sequence[Split], boxes: Sequence[_Box], order: Sequence[int], start: int, dtype: torch.dtype
 ) -> Piece:
     """Return the piece of some boxes, whose wire has the ranks in this order."""
-    counts = [sum(math.prod(box.outer) * box.columns[rank][1] for box in boxes) for rank in range(len(order))]
+    counts = [sum(math.prod(box.size) * box.columns[rank][1] for box in boxes) for rank in range(len(order))]
     blocks, at = [], 0
     for rank in order:
         for box in boxes:
             split, (column, count) = splits[box.tensor], box.columns[rank]
-            _, stride = _rows(split)
-            offset = box.first * stride[0] + (sum((split.lengths or ())[:rank]) + column) * stride[-1]
-            size = (*box.outer, count)
-            blocks.append(Block(box.tensor, size, stride, offset, at, contiguous_stride(size)))
+            inside = row_stride(split.shape, split.stride, split.dim)
+            assert inside is not None
+            outer = split.stride[: split.dim] or (0,)
+            offset = sum(i * step for i, step in zip(box.start, outer, strict=True))
+            offset += (sum((split.lengths or ())[:rank]) + column) * inside
+            size = (*box.size, count)
+            blocks.append(Block(box.tensor, size, (*outer, inside), offset, at, contiguous_stride(size)))
             at += math.prod(size) * dtype.itemsize
     return Piece(_merged(blocks, dtype.itemsize), tuple(counts), start, len(splits), dtype)
 
