@@ -748,6 +748,10 @@ def _owned(group: ProcessGroup, given: Any, case: Resharding, made: _Prepared) -
         else:
             back = exchange_owned(passed["tensors"], owners, lambda _, x: x.clone(), passed["source"], **options)
     for name, x in made.tensors.items():
+        if name not in back:  # a rank gets the names of which it has a part
+            if (x.to_local() if isinstance(x, DTensor) else x).numel():
+                return f"problem: {name} did not come back"
+            continue
         local, wanted = (each.to_local() if isinstance(each, DTensor) else each for each in (back[name], x))
         if case.kind not in _KINDS:
             continue

@@ -153,6 +153,8 @@ def _hop(group: ProcessGroup, step: Step) -> str:
         raise
     received = [received] if isinstance(received, Tensor) else received
     for x, wanted in zip(received, tensors(source), strict=True):
+        if x.dtype is configured and x.is_floating_point() and wanted.is_floating_point():
+            wanted = wanted.to(configured)  # the sender casts to what the receiver allocates
         if (x.shape, x.dtype) != (wanted.shape, wanted.dtype) or not torch.equal(bits(x), bits(wanted)):
             return f"problem: {x.dtype} {x.tolist()} arrived, not {wanted.dtype} {wanted.tolist()}"
     return "right"
