@@ -15,10 +15,10 @@ from pool import Pool
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from tritoncomm import collective, record, variables
+from tritoncomm import collective, p2p, record, variables
 from tritoncomm.core import ops, wire_sum
 from tritoncomm.core.plan import chunk_sizes
-from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
+from tritoncomm.errors import ArgumentError, MismatchError, ShapeError, UnsupportedError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -342,6 +342,7 @@ def run_errors(group: ProcessGroup) -> None:
         (ArgumentError, "out shares memory", x, wire | {"out": x[:2]}),
         (ArgumentError, "out requires grad", x, wire | {"out": torch.ones(2, 4, requires_grad=True)}),
         (UnsupportedError, "op is SUM or AVG", x, wire | {"op": ReduceOp.MAX}),
+        (ArgumentError, "scale must be a number, not str", x, wire | {"scale": "2"}),
         (UnsupportedError, "must be floating point", x.int(), wire),
         (UnsupportedError, "must be floating point", x.to(torch.complex64), wire),
         (ShapeError, "^reduce_scatter: .*does not divide", torch.ones(3, 4), wire),
@@ -350,6 +351,12 @@ def run_errors(group: ProcessGroup) -> None:
     for kind, text, tensor, options in bad:
         with pytest.raises(kind, match=text):
             collective.reduce_scatter(tensor, 0, group, **options)
+    memory = torch.ones(6, 4)  # out beside the tensor in one memory, as in a flat buffer of gradients
+    assert torch.equal(collective.reduce_scatter(memory[:4], 0, group, out=memory[4:], **wire), torch.full((2, 4), 2.0))
+    with pytest.raises(ArgumentError, match=r"^all_reduce: scale must be a number"):
+        collective.all_reduce(x, group, scale="2", **wire)
+    with pytest.raises(ArgumentError, match=r"^split_reduce_scatter: scale must be a number"):
+        collective.split_reduce_scatter([x], 0, group, scale="2", **wire)
     with variables.NODE.override(1), pytest.raises(UnsupportedError, match="on 2 nodes"):
         collective.reduce_scatter(x, 0, group, **wire)
     with variables.NODE.override(1):
@@ -358,6 +365,45 @@ def run_errors(group: ProcessGroup) -> None:
 
 def test_errors_by_name(pool: Pool) -> None:
     pool.run(run_errors, world=2)
+
+
+def run_seen(group: ProcessGroup) -> list[tuple[str, int, int, int]]:
+    """The record sees one call each, with all that it copies and sends; check mode compares them."""
+    collective.reduce_scatter(torch.ones(8), 0, group, wire=torch.bfloat16)
+    seen = []
+    with p2p.check():
+        for call in (
+            lambda: collective.reduce_scatter(torch.ones(8), 0, group, wire=torch.bfloat16),
+            lambda: collective.split_reduce_scatter([torch.ones(8)], 0, group, wire=torch.bfloat16),
+            lambda: collective.all_reduce(torch.ones(8), group, wire=torch.bfloat16),
+            lambda: collective.all_reduce(torch.ones(2, 4).t(), group, wire=torch.bfloat16),
+        ):
+            with record.recording() as counted:
+                call()
+            ((name, _), count), *more = counted.items()
+            assert not more
+            seen.append((name, count.calls, count.bytes_copied, count.bytes_sent))
+    kinds = torch.bfloat16, torch.float16
+    with p2p.check(), pytest.raises(MismatchError, match="wire"):
+        collective.reduce_scatter(torch.ones(8), 0, group, wire=kinds[group.rank()])
+    return seen
+
+
+def test_the_record_and_check_mode_see_them(pool: Pool) -> None:
+    summed = 8 * (4 + 2) + 8 * 2 + 4 * 4
+    expected = [("reduce_scatter", 1, summed, 8), ("split_reduce_scatter", 1, summed, 8)]
+    expected += [("all_reduce", 1, summed, 8 + 16), ("all_reduce", 1, summed + 2 * 32, 8 + 16)]
+    assert pool.run(run_seen, world=2) == [expected] * 2
+
+
+def run_compiled(group: ProcessGroup) -> bool:
+    x = torch.randn(8, 4)
+    step = torch.compile(lambda x: collective.reduce_scatter(2 * x, 0, group, wire=torch.bfloat16) + 1, backend="eager")
+    return torch.equal(step(x), collective.reduce_scatter(2 * x, 0, group, wire=torch.bfloat16) + 1)
+
+
+def test_a_compiled_region_breaks_there(pool: Pool) -> None:
+    assert pool.run(run_compiled, world=2) == [True, True]
 
 
 def run_nodes(group: ProcessGroup) -> None:

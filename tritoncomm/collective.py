@@ -25,7 +25,7 @@ from tritoncomm.core.node_exchange import Levels
 from tritoncomm.core.ops import resolved
 from tritoncomm.core.plan import check_split_sizes, chunk_sizes, located, normalize_sizes, resized, split_evenly
 from tritoncomm.core.validation import check_input, checked_dim, rank_in
-from tritoncomm.core.wire_sum import check_out, check_summed, checked_wire, row_stride
+from tritoncomm.core.wire_sum import check_out, check_summed, checked_factor, checked_wire, row_stride
 from tritoncomm.errors import ArgumentError, CommError, UnsupportedError
 from tritoncomm.groups import group_for
 from tritoncomm.record import Span
@@ -179,9 +179,7 @@ def _wire_sum(
 ) -> Any:
     """Run ``reduce_scatter`` with a wire."""
     name, world, rank = "reduce_scatter", group.size(), group.rank()
-    wire = checked_wire(*travels, group, name)
-    if op not in (ReduceOp.SUM, ReduceOp.AVG):
-        raise UnsupportedError(f"{name}: with wire op is SUM or AVG, not {op}")
+    wire, factor = checked_wire(*travels, group, name), checked_factor(op, scale, world, name)
     check_summed(tensor, name)
     try:
         sizes = sizes or (split_evenly(tensor.shape, dim, world),) * world
@@ -194,12 +192,13 @@ def _wire_sum(
         check_out(out, tensor, shape, name)
     elif accumulate:
         raise ArgumentError(f"{name}: accumulate needs out, what is added to")
-    factor = (1.0 if scale is None else float(scale)) / world if op == ReduceOp.AVG else scale
-    span = enter(name, "wire_sum", group, tensor, ((dim,), sizes, op, *_words(wire), scale, accumulate))
-    end = span or Span(name)
-    handle = _over_wire(
-        end, [tensor], [(dim, sizes)], result.view(-1), group, wire, factor, accumulate, result if async_op else None
+    arguments = (dim,), sizes, op, *_words(wire), factor, accumulate
+    span = enter(name, "wire_sum", group, tensor, arguments) or Span(name)
+    flat, handed = result.view(-1), result if async_op else None
+    path, copied, sent, handle = _over_wire(
+        name, [tensor], [(dim, sizes)], flat, group, wire, factor, accumulate, handed
     )
+    span.end(path, copied, sent)
     if out is not None:
         torch.autograd.graph.increment_version(out)
     return (result, handle) if async_op else result
@@ -211,7 +210,7 @@ def _words(wire: wire_sum.Wire) -> tuple[Any, ...]:
 
 
 def _over_wire(
-    span: Span,
+    name: str,
     tensors: Sequence[Tensor],
     cuts: Sequence[tuple[int, tuple[int, ...]]],
     out: Tensor,
@@ -220,8 +219,11 @@ def _over_wire(
     scale: float | None,
     accumulate: bool = False,
     result: Tensor | None = None,
-) -> Handle | None:
-    """Sum tensors over a wire into the flat ``out``, and end the span; ``cuts`` are the dim and sizes of each."""
+) -> tuple[record.CopyPath, int, int, Handle | None]:
+    """Sum tensors, cut along (dim, sizes) each, over a wire into the flat ``out``.
+
+    Returns what a span ends with (the path, the bytes copied and sent), and the handle.
+    """
     copied, given, layouts = 0, [], []
     for tensor, (dim, sizes) in zip(tensors, cuts, strict=True):
         x = resolved(tensor)
@@ -231,10 +233,9 @@ def _over_wire(
         given.append(x)
         layouts.append((x.shape, x.stride(), dim, sizes))
     path, moved, sent, handle = wire_sum.reduce_scatter(
-        given, tuple(layouts), out, group, span.name, wire, scale, accumulate, result=result
+        given, tuple(layouts), out, group, name, wire, scale, accumulate, result=result
     )
-    span.end(path, copied + moved, sent)
-    return handle
+    return path, copied + moved, sent, handle
 
 
 def all_reduce(
@@ -276,24 +277,21 @@ def _all_reduce_over_wire(
 ) -> Tensor:
     """Run ``all_reduce`` with a wire: this rank's part of all elements is summed, then the parts are gathered."""
     name, world, rank = "all_reduce", group.size(), group.rank()
-    wire = checked_wire(*travels, group, name)
-    if op not in (ReduceOp.SUM, ReduceOp.AVG):
-        raise UnsupportedError(f"{name}: with wire op is SUM or AVG, not {op}")
+    wire, factor = checked_wire(*travels, group, name), checked_factor(op, scale, world, name)
     check_summed(tensor, name)
-    factor = (1.0 if scale is None else float(scale)) / world if op == ReduceOp.AVG else scale
-    span = enter(name, "wire_sum", group, tensor, (None, None, op, *_words(wire), scale, None)) or Span(name)
+    span = enter(name, "wire_sum", group, tensor, (None, None, op, *_words(wire), factor, None)) or Span(name)
     out = resolved(tensor).contiguous()
+    made = 0 if out is tensor else 2 * out.nbytes
     flat, sizes = out.detach().view(-1), chunk_sizes(tensor.numel(), world)
     part = flat.new_empty(sizes[rank])
-    _over_wire(span, [flat], [(0, sizes)], part, group, wire, factor)
+    path, copied, sent, _ = _over_wire(name, [flat], [(0, sizes)], part, group, wire, factor)
     if world == 1:
         flat.copy_(part)
     elif len(set(sizes)) == 1:
         backend.all_gather(flat, part, group, name)
     else:
         backend.all_gather_list(list(flat.split(sizes)), part, group, name)
-    # One call, which sends its part to the others too.
-    record.add(name, "view", bytes_copied=0, bytes_sent=part.nbytes * (world - 1), started=record.now(), calls=0)
+    span.end(path, made + copied, sent + part.nbytes * (world - 1))
     if out is tensor:
         torch.autograd.graph.increment_version(out)
     return out
@@ -462,17 +460,19 @@ def _split_over_wire(
 ) -> list[Tensor]:
     """Run ``split_reduce_scatter`` with a wire; return this rank's shard of each tensor."""
     name, world, rank = "split_reduce_scatter", group.size(), group.rank()
+    factor = checked_factor(ReduceOp.SUM, scale, world, name)
     for x in many:
         check_summed(x, name)
     kinds = {x.dtype for x in many} if dtype is None else {dtype}
     if len(kinds) > 1 or not (result := kinds.pop()).is_floating_point:
         raise ArgumentError(f"{name}: with wire the results have one floating-point dtype, of all tensors or given")
-    span = enter(name, "wire_sum", group, many, (tuple(axes), None, ReduceOp.SUM, *_words(wire), scale, result))
+    span = enter(name, "wire_sum", group, many, (tuple(axes), None, ReduceOp.SUM, *_words(wire), factor, result))
     cuts = [(dim, chunk_sizes(x.shape[dim], world)) for x, dim in zip(many, axes, strict=True)]
     shapes = [resized(x.shape, dim, sizes[rank]) for x, (dim, sizes) in zip(many, cuts, strict=True)]
     lengths = [math.prod(shape) for shape in shapes]
     out = many[0].new_empty(sum(lengths), dtype=result)
-    _over_wire(span or Span(name), many, cuts, out, group, wire, scale)
+    path, copied, sent, _ = _over_wire(name, many, cuts, out, group, wire, factor)
+    (span or Span(name)).end(path, copied, sent)
     starts = running(lengths, initial=0)  # cut by slices: autograd refuses writes into the results of ``split``
     return [out[at : at + n].view(shape) for at, n, shape in zip(starts, lengths, shapes, strict=False)]
 

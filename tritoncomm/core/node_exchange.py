@@ -62,8 +62,7 @@ class Nodes(NamedTuple):
     @classmethod
     def of(cls, group: ProcessGroup, name: str) -> "Nodes":
         """Return the nodes of ``group``, of as many ranks as ``TRITONCOMM_NODE`` or the launcher says."""
-        launch = None if variables.NODE.value else launchers.started_by(os.environ)
-        per_node = variables.NODE.value or (launch.local_size if launch is not None else None)
+        per_node = _ranks_per_node()
         if not per_node:
             raise ArgumentError(
                 f"{name}: the launcher does not say how many ranks a node has; set {variables.NODE.name}"
@@ -89,10 +88,17 @@ def chosen(levels: str, group: ProcessGroup, name: str) -> Nodes | None:
     return None if nodes.count == 1 or nodes.size == 1 else nodes
 
 
+def _ranks_per_node() -> int | None:
+    """Return what ``TRITONCOMM_NODE`` or the launcher says; None if neither does."""
+    if variables.NODE.value:
+        return variables.NODE.value
+    launch = launchers.started_by(os.environ)
+    return None if launch is None else launch.local_size
+
+
 def nodes_of(group: ProcessGroup, name: str) -> int:
     """Return the number of nodes of ``group``; 1 where nobody says how many ranks a node has."""
-    launch = None if variables.NODE.value else launchers.started_by(os.environ)
-    per_node = variables.NODE.value or (launch.local_size if launch is not None else None)
+    per_node = _ranks_per_node()
     return len({rank // per_node for rank in ranks_of(group, name)}) if per_node else 1
 
 

@@ -14,21 +14,31 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 from tritoncomm_kernels import MAX_PARTS, Segments
 from tritoncomm_kernels.geometry import coalesce
 
 from tritoncomm.core import backend, ops, segments
 from tritoncomm.core.blocks import Block, table_of
-from tritoncomm.core.memory import contiguous_stride, empty, share_memory
+from tritoncomm.core.memory import contiguous_stride, empty, extent_of, share_elements
 from tritoncomm.core.node_exchange import Nodes, chosen, nodes_of
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.split import Split, split_by
-from tritoncomm.core.validation import check_kind
+from tritoncomm.core.validation import check_input, check_kind
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.record import CopyPath
 
-__all__ = ["WIRES", "Layout", "Wire", "check_out", "check_summed", "checked_wire", "reduce_scatter", "row_stride"]
+__all__ = [
+    "WIRES",
+    "Layout",
+    "Wire",
+    "check_out",
+    "check_summed",
+    "checked_factor",
+    "checked_wire",
+    "reduce_scatter",
+    "row_stride",
+]
 
 WIRES = (torch.bfloat16, torch.float16)
 _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -72,9 +82,20 @@ def checked_wire(dtype: Any, between: Any, exchange: Any, group: ProcessGroup, n
     return Wire(dtype)
 
 
+def checked_factor(op: Any, scale: Any, world: int, name: str) -> float | None:
+    """Return the factor of a sum by ``scale``, or of an average; reject other ops, and a scale that is no number."""
+    if op not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise UnsupportedError(f"{name}: with wire op is SUM or AVG, not {op}")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        raise ArgumentError(f"{name}: scale must be a number, not {type(scale).__name__}")
+    if op == ReduceOp.AVG:
+        return (1.0 if scale is None else scale) / world
+    return None if scale is None else float(scale)
+
+
 def check_summed(x: Tensor, name: str) -> None:
     """Reject a tensor that is not floating point."""
-    check_kind(x, name)
+    check_input(x, name)
     if x.dtype not in _SUMMED:
         raise UnsupportedError(f"{name}: with wire the tensor must be floating point, not {x.dtype}")
 
@@ -96,7 +117,8 @@ def check_out(out: Any, x: Tensor, shape: Ints, name: str) -> None:
         )
     if out.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(f"{name}: out requires grad, and is written into; use torch.no_grad()")
-    if share_memory([out], [x]):
+    starts, ends = zip(*((each.data_ptr(), each.data_ptr() + extent_of(each)) for each in (out, x)), strict=True)
+    if max(starts) < min(ends) and share_elements(out, x):
         raise ArgumentError(f"{name}: out shares memory with the tensor")
 
 
@@ -190,7 +212,7 @@ def reduce_scatter(
 
 @dataclass
 class _Call:
-    """What the exchanges and sums of one call have in common, and the bytes that they copy and send."""
+    """Common data of the exchanges and sums of one call, and the bytes that they copy and send."""
 
     out: Tensor
     group: ProcessGroup
