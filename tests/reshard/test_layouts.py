@@ -9,7 +9,7 @@ from bits import bits
 from reshardings import Recorded, boxes_of, drawn_items, lacking, local_of, simulate, values
 from torch import Tensor
 
-from tritoncomm.reshard import planner
+from tritoncomm.reshard import Layout, planner
 from tritoncomm.reshard.plan import ALIGNMENT, Item, Side
 
 BLOCK = 40
@@ -100,3 +100,19 @@ def run_case(seed: int) -> None:
 def test_drawn_layouts(first: int) -> None:
     for seed in range(first, first + BLOCK):
         run_case(seed)
+
+
+def test_a_layout_has_those_of_its_submeshes_as_parts() -> None:
+    whole = Layout.on_mesh((8, 12), [[0, 1], [2, 3]], [0, None])
+    for ranks in ([0, 2], [1, 3], [0, 3]):
+        assert whole.has_part(Layout.on_mesh((8, 12), ranks, [0]))
+    assert whole.has_part(whole)
+    for other in (
+        Layout.on_mesh((8, 12), [2, 0], [0]),
+        Layout.on_mesh((8, 12), [0, 2], [1]),
+        Layout.on_mesh((8, 13), [0, 2], [0]),
+        Layout.on_mesh((8, 12), [0, 4], [0]),
+        Layout.on_mesh((8, 12), [0, 1, 2, 3], [0]),
+        Layout.replicated((8, 12), [0, 2]),
+    ):
+        assert not whole.has_part(other), other
