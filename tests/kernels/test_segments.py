@@ -253,6 +253,11 @@ def test_bad_calls_are_refused(module: Any) -> None:
             "overlap",
             lambda: scatter(wire, [x], Segments([*twice, (0, 1, 1, 3, 3, 64)], one.dtypes), sums=True),
         ),
+        (  # rows at another distance are no parts of one sum
+            ValueError,
+            "overlap",
+            lambda: scatter(wire, [x], Segments([(0, 0, 2, 2, 4, 0), (0, 0, 2, 2, 8, 16)], one.dtypes), sums=True),
+        ),
         (ValueError, "aligned", lambda: gather([x.double()], wire, Segments([(0, 0, 1, 8, 8, 2)], one.dtypes))),
     ]
     two = Segments([(0, 0, 3, 3, 8, 0), (0, 10, 1, 3, 8, 64)], one.dtypes)
