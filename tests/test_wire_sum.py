@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from tritoncomm import collective, p2p, record, variables
-from tritoncomm.core import ops, wire_sum
+from tritoncomm import mappings as m
+from tritoncomm.core import ops, wire_pieces, wire_sum
 from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.errors import ArgumentError, MismatchError, ShapeError, UnsupportedError
 
@@ -184,7 +185,7 @@ def run_pieces(group: ProcessGroup) -> int:
             expected = by_hand(own, torch.bfloat16, torch.float32, 0.5, node=node, between=between)
             for piece_bytes in (None, 2, 10, 64, 1 << 20):
                 out = torch.full((own[0].numel(),), math.nan)
-                wire_sum.reduce_scatter(
+                wire_sum.sum_shards(
                     [every[rank]], (layout,), out, group, "f", wire, 0.5, piece_bytes=piece_bytes
                 )  # fmt: skip
                 assert torch.equal(bits(out.view(own[0].shape)), bits(expected)), (shape, node, piece_bytes)
@@ -219,7 +220,7 @@ def test_pieces_cover_every_shard_once(data: st.DataObject) -> None:
     )
     for rank in range(world):
         found, at = [], 0
-        for piece in wire_sum.pieces.__wrapped__(tuple(layouts), world, rank, most, torch.float32, nodes):
+        for piece in wire_pieces.pieces.__wrapped__(tuple(layouts), world, rank, most, torch.float32, nodes):
             wire = torch.full((sum(piece.counts),), math.nan)
             for block in piece.blocks:
                 block.in_wire(wire).copy_(block.view(tensors[block.tensor]))
@@ -404,6 +405,41 @@ def run_compiled(group: ProcessGroup) -> bool:
 
 def test_a_compiled_region_breaks_there(pool: Pool) -> None:
     assert pool.run(run_compiled, world=2) == [True, True]
+
+
+def run_mapping(group: ProcessGroup, compiled: bool) -> int:
+    """The mapping sums as the collective does; its gradient, and that one's gradient, are those without a wire."""
+    world, rank, compared = group.size(), group.rank(), 0
+    function: Any = lambda *args, **options: m.reduce_scatter_dim(*args, **options) * 1  # noqa: E731
+    if compiled:
+        function = torch.compile(function, backend="eager")
+    uneven = (3, 0, 2, 1)[:world]
+    for dtype, (dim, sizes) in product(FLOATS, ((0, None), (-1, None), (1, uneven))):
+        shape = [4 * world, 6, 4 * world]
+        if sizes is not None:
+            shape[dim] = sum(sizes)
+        x = values(rank, tuple(shape), dtype, "strided")
+        assert not m.reduce_scatter_dim(x, dim, group, sizes=sizes, wire=torch.bfloat16).requires_grad
+        x.requires_grad_()
+        y = function(x, dim, group, sizes=sizes, wire=torch.bfloat16)
+        expected = collective.reduce_scatter(x, dim, group, sizes=sizes, wire=torch.bfloat16)
+        assert torch.equal(bits(y), bits(expected))
+        weight = values(10 + rank, tuple(y.shape), dtype).requires_grad_()
+        (grad,) = torch.autograd.grad(y, x, weight, create_graph=True)
+        assert torch.equal(grad, collective.all_gather(weight, dim % 3, group, sizes=sizes))
+        (again,) = torch.autograd.grad(grad.sum(), weight)
+        assert torch.equal(again, torch.full_like(weight, world))
+        compared += 1
+    with pytest.raises(ArgumentError, match=r"^reduce_scatter_dim: exchange needs wire"):
+        m.reduce_scatter_dim(torch.ones(world), 0, group, exchange="node")
+    with pytest.raises(UnsupportedError, match=r"^reduce_scatter_dim: with wire the tensor must be floating point"):
+        m.reduce_scatter_dim(torch.ones(world).int(), 0, group, wire=torch.bfloat16)
+    return compared
+
+
+@pytest.mark.parametrize(("world", "compiled"), [(1, False), (2, False), (2, True), (4, False)])
+def test_the_mapping(pool: Pool, world: int, compiled: bool) -> None:
+    assert pool.run(run_mapping, compiled, world=world) == [12] * world
 
 
 def run_nodes(group: ProcessGroup) -> None:

@@ -7,7 +7,6 @@ is, and a copy with the result is returned.
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate as running
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from tritoncomm import record
 from tritoncomm.core import backend, eager, wire_sum
 from tritoncomm.core.autograd import outside_graphs, without_graph
 from tritoncomm.core.backend import Handle
@@ -23,10 +21,9 @@ from tritoncomm.core.call import enter
 from tritoncomm.core.fused import pack_many
 from tritoncomm.core.node_exchange import Levels
 from tritoncomm.core.ops import resolved
-from tritoncomm.core.plan import check_split_sizes, chunk_sizes, located, normalize_sizes, resized, split_evenly
+from tritoncomm.core.plan import normalize_sizes
 from tritoncomm.core.validation import check_input, checked_dim, rank_in
-from tritoncomm.core.wire_sum import check_out, check_summed, checked_factor, checked_wire, row_stride
-from tritoncomm.errors import ArgumentError, CommError, UnsupportedError
+from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.groups import group_for
 from tritoncomm.record import Span
 
@@ -150,92 +147,10 @@ def reduce_scatter(
             raise ArgumentError(f"{name}: {', '.join(options)} needs wire, the dtype that travels")
         call = _reduce_scatter_outside if async_op or op != ReduceOp.SUM else eager.reduce_scatter
         return call(without_graph(tensor), dim, group, per_rank, name, op, async_op)
-    return _wire_sum(
-        without_graph(tensor),
-        dim,
-        group,
-        per_rank,
-        op,
-        async_op,
-        (wire, wire_between, exchange),
-        scale,
-        out,
-        accumulate,
+    asked = wire, wire_between, exchange
+    return wire_sum.reduce_scatter(
+        without_graph(tensor), dim, group, per_rank, name, asked, op, async_op, scale, out, accumulate
     )
-
-
-@outside_graphs
-def _wire_sum(
-    tensor: Tensor,
-    dim: int,
-    group: dist.ProcessGroup,
-    sizes: tuple[int, ...] | None,
-    op: Any,
-    async_op: bool,
-    travels: tuple[Any, Any, Any],
-    scale: float | None,
-    out: Tensor | None,
-    accumulate: bool,
-) -> Any:
-    """Run ``reduce_scatter`` with a wire."""
-    name, world, rank = "reduce_scatter", group.size(), group.rank()
-    wire, factor = checked_wire(*travels, group, name), checked_factor(op, scale, world, name)
-    check_summed(tensor, name)
-    try:
-        sizes = sizes or (split_evenly(tensor.shape, dim, world),) * world
-        check_split_sizes(tensor.shape, dim, world, sizes)
-    except CommError as error:
-        raise located(error, tensor.shape, name, group) from None
-    shape = resized(tensor.shape, dim, sizes[rank])
-    result = tensor.new_empty(shape) if out is None else out
-    if out is not None:
-        check_out(out, tensor, shape, name)
-    elif accumulate:
-        raise ArgumentError(f"{name}: accumulate needs out, what is added to")
-    arguments = (dim,), sizes, op, *_words(wire), factor, accumulate
-    span = enter(name, "wire_sum", group, tensor, arguments) or Span(name)
-    flat, handed = result.view(-1), result if async_op else None
-    path, copied, sent, handle = _over_wire(
-        name, [tensor], [(dim, sizes)], flat, group, wire, factor, accumulate, handed
-    )
-    span.end(path, copied, sent)
-    if out is not None:
-        torch.autograd.graph.increment_version(out)
-    return (result, handle) if async_op else result
-
-
-def _words(wire: wire_sum.Wire) -> tuple[Any, ...]:
-    """Return what ranks compare of a wire in check mode."""
-    return wire.dtype, wire.between, wire.nodes and wire.nodes.size
-
-
-def _over_wire(
-    name: str,
-    tensors: Sequence[Tensor],
-    cuts: Sequence[tuple[int, tuple[int, ...]]],
-    out: Tensor,
-    group: dist.ProcessGroup,
-    wire: wire_sum.Wire,
-    scale: float | None,
-    accumulate: bool = False,
-    result: Tensor | None = None,
-) -> tuple[record.CopyPath, int, int, Handle | None]:
-    """Sum tensors, cut along (dim, sizes) each, over a wire into the flat ``out``.
-
-    Returns what a span ends with (the path, the bytes copied and sent), and the handle.
-    """
-    copied, given, layouts = 0, [], []
-    for tensor, (dim, sizes) in zip(tensors, cuts, strict=True):
-        x = resolved(tensor)
-        if row_stride(x.shape, x.stride(), dim) is None:
-            x = x.contiguous()
-        copied += 0 if x is tensor else 2 * x.nbytes
-        given.append(x)
-        layouts.append((x.shape, x.stride(), dim, sizes))
-    path, moved, sent, handle = wire_sum.reduce_scatter(
-        given, tuple(layouts), out, group, name, wire, scale, accumulate, result=result
-    )
-    return path, copied + moved, sent, handle
 
 
 def all_reduce(
@@ -264,37 +179,12 @@ def all_reduce(
     if wire is not None:
         if async_op:
             raise UnsupportedError("all_reduce: with wire there is no async_op: the result is gathered after the sum")
-        return _all_reduce_over_wire(_own_or_detached(tensor), group, op, (wire, wire_between, exchange), scale)
+        asked = wire, wire_between, exchange
+        return wire_sum.all_reduce(_own_or_detached(tensor), group, "all_reduce", asked, op, scale)
     if wire_between is not None or exchange is not None or scale is not None:
         raise ArgumentError("all_reduce: wire_between, exchange and scale need wire, the dtype that travels")
     call = _all_reduce_outside if async_op or op != ReduceOp.SUM else eager.all_reduce
     return call(_own_or_detached(tensor), group, "all_reduce", op, in_place=True, asynchronous=async_op)
-
-
-@outside_graphs
-def _all_reduce_over_wire(
-    tensor: Tensor, group: dist.ProcessGroup, op: Any, travels: tuple[Any, Any, Any], scale: float | None
-) -> Tensor:
-    """Run ``all_reduce`` with a wire: this rank's part of all elements is summed, then the parts are gathered."""
-    name, world, rank = "all_reduce", group.size(), group.rank()
-    wire, factor = checked_wire(*travels, group, name), checked_factor(op, scale, world, name)
-    check_summed(tensor, name)
-    span = enter(name, "wire_sum", group, tensor, (None, None, op, *_words(wire), factor, None)) or Span(name)
-    out = resolved(tensor).contiguous()
-    made = 0 if out is tensor else 2 * out.nbytes
-    flat, sizes = out.detach().view(-1), chunk_sizes(tensor.numel(), world)
-    part = flat.new_empty(sizes[rank])
-    path, copied, sent, _ = _over_wire(name, [flat], [(0, sizes)], part, group, wire, factor)
-    if world == 1:
-        flat.copy_(part)
-    elif len(set(sizes)) == 1:
-        backend.all_gather(flat, part, group, name)
-    else:
-        backend.all_gather_list(list(flat.split(sizes)), part, group, name)
-    span.end(path, made + copied, sent + part.nbytes * (world - 1))
-    if out is tensor:
-        torch.autograd.graph.increment_version(out)
-    return out
 
 
 def broadcast(tensor: Tensor, src: int, parallel_mode: Any, async_op: bool = False) -> Any:
@@ -416,9 +306,8 @@ def split_reduce_scatter(
             raise UnsupportedError(f"{name}: a quantized tensor cannot be summed; call .dequantize()")
     axes = [checked_dim(x, dim, name) for x, dim in zip(many, axes, strict=True)]
     if wire is not None:
-        results = _split_over_wire(
-            many, axes, group, dtype, scale, checked_wire(wire, wire_between, exchange, group, name)
-        )
+        asked = wire, wire_between, exchange
+        results = wire_sum.split_reduce_scatter(many, axes, group, name, asked, dtype, scale)
     elif wire_between is not None or exchange is not None:
         raise ArgumentError(f"{name}: wire_between and exchange need wire, the dtype that travels")
     else:
@@ -448,33 +337,6 @@ def _split_reduce_scatter(
     parts = [summed[offset : offset + math.prod(shape)] for offset, shape in shards]
     pairs = zip(parts, many, axes, shards, strict=True)
     return [_own(part, x.shape[dim], dim, shape, rank) for part, x, dim, (_, shape) in pairs]
-
-
-def _split_over_wire(
-    many: list[Tensor],
-    axes: list[int],
-    group: dist.ProcessGroup,
-    dtype: torch.dtype | None,
-    scale: float | None,
-    wire: wire_sum.Wire,
-) -> list[Tensor]:
-    """Run ``split_reduce_scatter`` with a wire; return this rank's shard of each tensor."""
-    name, world, rank = "split_reduce_scatter", group.size(), group.rank()
-    factor = checked_factor(ReduceOp.SUM, scale, world, name)
-    for x in many:
-        check_summed(x, name)
-    kinds = {x.dtype for x in many} if dtype is None else {dtype}
-    if len(kinds) > 1 or not (result := kinds.pop()).is_floating_point:
-        raise ArgumentError(f"{name}: with wire the results have one floating-point dtype, of all tensors or given")
-    span = enter(name, "wire_sum", group, many, (tuple(axes), None, ReduceOp.SUM, *_words(wire), factor, result))
-    cuts = [(dim, chunk_sizes(x.shape[dim], world)) for x, dim in zip(many, axes, strict=True)]
-    shapes = [resized(x.shape, dim, sizes[rank]) for x, (dim, sizes) in zip(many, cuts, strict=True)]
-    lengths = [math.prod(shape) for shape in shapes]
-    out = many[0].new_empty(sum(lengths), dtype=result)
-    path, copied, sent, _ = _over_wire(name, many, cuts, out, group, wire, factor)
-    (span or Span(name)).end(path, copied, sent)
-    starts = running(lengths, initial=0)  # cut by slices: autograd refuses writes into the results of ``split``
-    return [out[at : at + n].view(shape) for at, n, shape in zip(starts, lengths, shapes, strict=False)]
 
 
 def _own(part: Tensor, size: int, dim: int, shape: tuple[int, ...], rank: int) -> Tensor:

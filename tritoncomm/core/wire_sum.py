@@ -5,48 +5,38 @@ nodes the sum has two levels: of the ranks of each node, then of the nodes, both
 pieces: the exchange of a piece runs while the one before it is summed, and only a few pieces need memory.
 """
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
+from itertools import accumulate as running
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from tritoncomm_kernels import MAX_PARTS, Segments
-from tritoncomm_kernels.geometry import coalesce
 
 from tritoncomm.core import backend, ops, segments
-from tritoncomm.core.blocks import Block, table_of
-from tritoncomm.core.memory import contiguous_stride, empty, extent_of, share_elements
+from tritoncomm.core.autograd import outside_graphs
+from tritoncomm.core.call import enter
+from tritoncomm.core.memory import empty, extent_of, share_elements
 from tritoncomm.core.node_exchange import Nodes, chosen, nodes_of
-from tritoncomm.core.plan import Ints
-from tritoncomm.core.split import Split, split_by
+from tritoncomm.core.plan import Ints, check_split_sizes, chunk_sizes, located, resized, split_evenly
 from tritoncomm.core.validation import check_input, check_kind
-from tritoncomm.errors import ArgumentError, UnsupportedError
-from tritoncomm.record import CopyPath
+from tritoncomm.core.wire_pieces import Layout, Piece, pieces, row_stride
+from tritoncomm.errors import ArgumentError, CommError, UnsupportedError
+from tritoncomm.record import CopyPath, Span
 
-__all__ = [
-    "WIRES",
-    "Layout",
-    "Wire",
-    "check_out",
-    "check_summed",
-    "checked_factor",
-    "checked_wire",
-    "reduce_scatter",
-    "row_stride",
-]
+__all__ = ["WIRES", "Asked", "Wire", "all_reduce", "reduce_scatter", "split_reduce_scatter", "sum_shards"]
 
 WIRES = (torch.bfloat16, torch.float16)
 _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Pieces of a call, of at least so many bytes of the wire. Four are in memory: two that were packed, two that arrive.
 _PIECES, _LEAST = 12, 1 << 20
 
-Layout = tuple[Ints, Ints, int, Ints]
-"""Of a tensor: shape, strides, the dim that is split, its size on every rank."""
+Asked = tuple[Any, Any, Any]
+"""What a caller passed as ``wire``, ``wire_between`` and ``exchange``."""
 
 
 class Wire(NamedTuple):
@@ -62,9 +52,15 @@ class Wire(NamedTuple):
     between: torch.dtype = torch.float32
     nodes: Nodes | None = None
 
+    @property
+    def words(self) -> tuple[Any, ...]:
+        """What ranks compare in check mode."""
+        return self.dtype, self.between, self.nodes and self.nodes.size
 
-def checked_wire(dtype: Any, between: Any, exchange: Any, group: ProcessGroup, name: str) -> Wire:
+
+def _checked_wire(asked: Asked, group: ProcessGroup, name: str) -> Wire:
     """Check the options of a wire, and return it."""
+    dtype, between, exchange = asked
     if dtype not in WIRES:
         raise ArgumentError(f"{name}: wire must be bfloat16 or float16, not {dtype!r:.80}")
     if between not in (None, torch.float32, *WIRES):
@@ -82,7 +78,7 @@ def checked_wire(dtype: Any, between: Any, exchange: Any, group: ProcessGroup, n
     return Wire(dtype)
 
 
-def checked_factor(op: Any, scale: Any, world: int, name: str) -> float | None:
+def _checked_factor(op: Any, scale: Any, world: int, name: str) -> float | None:
     """Return the factor of a sum by ``scale``, or of an average; reject other ops, and a scale that is no number."""
     if op not in (ReduceOp.SUM, ReduceOp.AVG):
         raise UnsupportedError(f"{name}: with wire op is SUM or AVG, not {op}")
@@ -93,14 +89,14 @@ def checked_factor(op: Any, scale: Any, world: int, name: str) -> float | None:
     return None if scale is None else float(scale)
 
 
-def check_summed(x: Tensor, name: str) -> None:
+def _check_summed(x: Tensor, name: str) -> None:
     """Reject a tensor that is not floating point."""
     check_input(x, name)
     if x.dtype not in _SUMMED:
         raise UnsupportedError(f"{name}: with wire the tensor must be floating point, not {x.dtype}")
 
 
-def check_out(out: Any, x: Tensor, shape: Ints, name: str) -> None:
+def _check_out(out: Any, x: Tensor, shape: Ints, name: str) -> None:
     """Reject an ``out`` that the result of this shape cannot be written into."""
     if not isinstance(out, Tensor):
         raise ArgumentError(f"{name}: out must be a tensor, not {type(out).__name__}")
@@ -122,45 +118,127 @@ def check_out(out: Any, x: Tensor, shape: Ints, name: str) -> None:
         raise ArgumentError(f"{name}: out shares memory with the tensor")
 
 
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """A part of every rank's shards.
-
-    Attributes:
-        blocks: from the tensors into the wire, which has the ranks in the order of the exchange.
-        counts: elements that every rank gets.
-        start: where this rank's elements begin among its shards of all tensors.
-        tensors: number of the call's tensors.
-        dtype: of the wire.
-    """
-
-    blocks: tuple[Block, ...]
-    counts: Ints
-    start: int
-    tensors: int
-    dtype: torch.dtype
-
-    @cached_property
-    def table(self) -> Segments | None:
-        """The blocks as a table; None if it would have too many segments."""
-        return table_of(self.blocks, [self.dtype] * self.tensors)
-
-
-class _Box(NamedTuple):
-    """A box of one tensor's outer dims, those before the split one, and a range of the columns of every rank.
-
-    Attributes:
-        start, size: of the box in the outer dims.
-        columns: of every rank the first column of its shard, and the number of columns.
-    """
-
-    tensor: int
-    start: Ints
-    size: Ints
-    columns: tuple[tuple[int, int], ...]
-
-
+@outside_graphs
 def reduce_scatter(
+    x: Tensor,
+    dim: int,
+    group: ProcessGroup,
+    sizes: Ints | None,
+    name: str,
+    asked: Asked,
+    op: Any = ReduceOp.SUM,
+    asynchronous: bool = False,
+    scale: float | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Any:
+    """Run ``collective.reduce_scatter`` with a wire; ``dim`` counts from the front."""
+    world, rank = group.size(), group.rank()
+    wire, factor = _checked_wire(asked, group, name), _checked_factor(op, scale, world, name)
+    _check_summed(x, name)
+    try:
+        sizes = sizes or (split_evenly(x.shape, dim, world),) * world
+        check_split_sizes(x.shape, dim, world, sizes)
+    except CommError as error:
+        raise located(error, x.shape, name, group) from None
+    shape = resized(x.shape, dim, sizes[rank])
+    result = x.new_empty(shape) if out is None else out
+    if out is not None:
+        _check_out(out, x, shape, name)
+    elif accumulate:
+        raise ArgumentError(f"{name}: accumulate needs out, what is added to")
+    span = enter(name, "wire_sum", group, x, ((dim,), sizes, op, *wire.words, factor, accumulate)) or Span(name)
+    handed = result if asynchronous else None
+    flat = result.view(-1)
+    path, copied, sent, handle = _sum([x], [(dim, sizes)], flat, group, name, wire, factor, accumulate, handed)
+    span.end(path, copied, sent)
+    if out is not None:
+        torch.autograd.graph.increment_version(out)
+    return (result, handle) if asynchronous else result
+
+
+@outside_graphs
+def all_reduce(
+    tensor: Tensor, group: ProcessGroup, name: str, asked: Asked, op: Any, scale: float | None = None
+) -> Tensor:
+    """Run ``collective.all_reduce`` with a wire: each rank sums its part of the elements, then they are gathered."""
+    world, rank = group.size(), group.rank()
+    wire, factor = _checked_wire(asked, group, name), _checked_factor(op, scale, world, name)
+    _check_summed(tensor, name)
+    span = enter(name, "wire_sum", group, tensor, (None, None, op, *wire.words, factor, None)) or Span(name)
+    out = ops.resolved(tensor).contiguous()
+    made = 0 if out is tensor else 2 * out.nbytes
+    flat, sizes = out.detach().view(-1), chunk_sizes(tensor.numel(), world)
+    part = flat.new_empty(sizes[rank])
+    path, copied, sent, _ = _sum([flat], [(0, sizes)], part, group, name, wire, factor)
+    if world == 1:
+        flat.copy_(part)
+    elif len(set(sizes)) == 1:
+        backend.all_gather(flat, part, group, name)
+    else:
+        backend.all_gather_list(list(flat.split(sizes)), part, group, name)
+    span.end(path, made + copied, sent + part.nbytes * (world - 1))
+    if out is tensor:
+        torch.autograd.graph.increment_version(out)
+    return out
+
+
+@outside_graphs
+def split_reduce_scatter(
+    many: Sequence[Tensor],
+    axes: Sequence[int],
+    group: ProcessGroup,
+    name: str,
+    asked: Asked,
+    dtype: torch.dtype | None = None,
+    scale: float | None = None,
+) -> list[Tensor]:
+    """Run ``collective.split_reduce_scatter`` with a wire; return this rank's shard of each tensor."""
+    world, rank = group.size(), group.rank()
+    wire, factor = _checked_wire(asked, group, name), _checked_factor(ReduceOp.SUM, scale, world, name)
+    for x in many:
+        _check_summed(x, name)
+    kinds = {x.dtype for x in many} if dtype is None else {dtype}
+    if len(kinds) > 1 or not (result := kinds.pop()).is_floating_point:
+        raise ArgumentError(f"{name}: with wire the results have one floating-point dtype, of all tensors or given")
+    span = enter(name, "wire_sum", group, many, (tuple(axes), None, ReduceOp.SUM, *wire.words, factor, result))
+    cuts = [(dim, chunk_sizes(x.shape[dim], world)) for x, dim in zip(many, axes, strict=True)]
+    shapes = [resized(x.shape, dim, sizes[rank]) for x, (dim, sizes) in zip(many, cuts, strict=True)]
+    lengths = [math.prod(shape) for shape in shapes]
+    out = many[0].new_empty(sum(lengths), dtype=result)
+    path, copied, sent, _ = _sum(many, cuts, out, group, name, wire, factor)
+    (span or Span(name)).end(path, copied, sent)
+    starts = running(lengths, initial=0)  # cut by slices: autograd refuses writes into the results of ``split``
+    return [out[at : at + n].view(shape) for at, n, shape in zip(starts, lengths, shapes, strict=False)]
+
+
+def _sum(
+    tensors: Sequence[Tensor],
+    cuts: Sequence[tuple[int, Ints]],
+    out: Tensor,
+    group: ProcessGroup,
+    name: str,
+    wire: Wire,
+    scale: float | None,
+    accumulate: bool = False,
+    result: Tensor | None = None,
+) -> tuple[CopyPath, int, int, backend.Handle | None]:
+    """Run ``sum_shards`` of any tensors, cut along (dim, sizes) each."""
+    copied, given, layouts = 0, [], []
+    for tensor, (dim, sizes) in zip(tensors, cuts, strict=True):
+        x = ops.resolved(tensor)
+        if row_stride(x.shape, x.stride(), dim) is None:
+            x = x.contiguous()
+        copied += 0 if x is tensor else 2 * x.nbytes
+        given.append(x)
+        layouts.append((x.shape, x.stride(), dim, sizes))
+    path, moved, sent, handle = sum_shards(
+        given, tuple(layouts), out, group, name, wire, scale, accumulate, result=result
+    )
+    return path, copied + moved, sent, handle
+
+
+def sum_shards(
     tensors: Sequence[Tensor],
     layouts: tuple[Layout, ...],
     out: Tensor,
@@ -280,14 +358,14 @@ class _Call:
         if nodes is not None:
             counts, count = piece.counts[nodes.local :: nodes.size], nodes.count
             sums = empty(received, (sum(counts),), (1,), self.wire.between)
-            _sum(received.view(nodes.size, -1), sums, None)
+            _sum_parts(received.view(nodes.size, -1), sums, None)
             received = empty(received, (count * own,), (1,), self.wire.between)
             across = nodes.across([own] * count), nodes.across(counts)
             backend.all_to_all(received, sums, *across, self.group, self.name)
-        _sum(received.view(count, own), self.out.narrow(0, piece.start, own), self.scale, self.accumulate)
+        _sum_parts(received.view(count, own), self.out.narrow(0, piece.start, own), self.scale, self.accumulate)
 
 
-def _sum(parts: Tensor, out: Tensor, scale: float | None, accumulate: bool = False) -> None:
+def _sum_parts(parts: Tensor, out: Tensor, scale: float | None, accumulate: bool = False) -> None:
     """Sum parts ``[n, elements]`` in order into ``out``, with one rounding."""
     count, elements = parts.shape
     if not elements:
@@ -304,104 +382,3 @@ def _sums(count: int, elements: int, dtype: torch.dtype) -> Segments:
     """Return the table that sums ``count`` parts of a wire."""
     rows = [(0, 0, 1, elements, elements, part * elements * dtype.itemsize) for part in range(count)]
     return Segments(rows, [dtype])
-
-
-@lru_cache(maxsize=256)
-def pieces(
-    layouts: tuple[Layout, ...], world: int, rank: int, most: int, dtype: torch.dtype, nodes: tuple[int, int] | None
-) -> list[Piece]:
-    """Cut the shards of all tensors into pieces of about ``most`` elements, the same on every rank but for ``start``.
-
-    Args:
-        nodes: number of nodes and ranks of each; the wire then has, for each local rank, what goes to that rank of
-            every node. None for an exchange from rank to rank.
-    """
-    splits = [split_by(*layout[:3], world, layout[3]) for layout in layouts]
-    order = list(range(world))
-    if nodes is not None:
-        count, size = nodes
-        order = [node * size + local for local in range(size) for node in range(count)]
-    result, start, held, boxes = [], 0, 0, []
-    for box, elements in _boxes(splits, most):
-        if boxes and held + elements > most:
-            result.append(_piece(splits, boxes, order, start, dtype))
-            start, held, boxes = start + result[-1].counts[rank], 0, []
-        boxes.append(box)
-        held += elements
-    return [*result, _piece(splits, boxes, order, start, dtype)] if boxes else result
-
-
-def _boxes(splits: Sequence[Split], most: int) -> Iterator[tuple[_Box, int]]:
-    """Yield boxes of ``most`` elements of all ranks at most, in the order of the shards, and their elements.
-
-    They follow from the shapes alone: ranks may have other strides.
-    """
-    for i, split in enumerate(splits):
-        lead = split.shape[: split.dim] or (1,)
-        if not split.row or 0 in lead:
-            continue
-        # The outermost dim whose index has few enough elements; all dims before it are walked one by one.
-        inner = [math.prod(lead[d + 1 :]) * split.row for d in range(len(lead))]
-        depth = next((d for d, elements in enumerate(inner) if elements <= most), len(lead) - 1)
-        rows = max(most // inner[depth], 1)
-        cuts = -(-split.row // most) if inner[depth] > most else 1  # one row is too much: its columns are cut
-        for index in itertools.product(*map(range, lead[:depth])):
-            for first in range(0, lead[depth], rows):
-                size = (*(1 for _ in index), min(rows, lead[depth] - first), *lead[depth + 1 :])
-                start = (*index, first, *(0 for _ in lead[depth + 1 :]))
-                for cut in range(cuts):
-                    edges = [(n * cut // cuts, n * (cut + 1) // cuts) for n in split.lengths or ()]
-                    columns = tuple([(low, high - low) for low, high in edges])
-                    yield _Box(i, start, size, columns), math.prod(size) * sum(n for _, n in columns)
-
-
-def row_stride(shape: Ints, stride: Ints, dim: int) -> int | None:
-    """Return the stride that walks the dims from ``dim`` on, merged; None if no single one does."""
-    sizes, steps = coalesce(shape[dim:], stride[dim:])
-    if 0 in shape or sizes == (1,):
-        return 1
-    return steps[0] if len(steps) == 1 else None
-
-
-def _piece(
-    splits: Sequence[Split], boxes: Sequence[_Box], order: Sequence[int], start: int, dtype: torch.dtype
-) -> Piece:
-    """Return the piece of some boxes, whose wire has the ranks in this order."""
-    counts = [sum(math.prod(box.size) * box.columns[rank][1] for box in boxes) for rank in range(len(order))]
-    blocks, at = [], 0
-    for rank in order:
-        for box in boxes:
-            split, (column, count) = splits[box.tensor], box.columns[rank]
-            inside = row_stride(split.shape, split.stride, split.dim)
-            assert inside is not None
-            outer = split.stride[: split.dim] or (0,)
-            offset = sum(i * step for i, step in zip(box.start, outer, strict=True))
-            offset += (sum((split.lengths or ())[:rank]) + column) * inside
-            size = (*box.size, count)
-            blocks.append(Block(box.tensor, size, (*outer, inside), offset, at, contiguous_stride(size)))
-            at += math.prod(size) * dtype.itemsize
-    return Piece(_merged(blocks, dtype.itemsize), tuple(counts), start, len(splits), dtype)
-
-
-def _merged(blocks: Sequence[Block], itemsize: int) -> tuple[Block, ...]:
-    """Join neighbouring blocks of one size, at equal distances in a tensor and in the wire, to one of one dim more."""
-    runs: list[tuple[Block, int, Ints]] = []  # first block, number of blocks, distances
-    for block in blocks:
-        if 0 in block.size:
-            continue
-        if runs:
-            first, count, apart = runs[-1]
-            steps = apart if count > 1 else (block.offset - first.offset, block.wire - first.wire)
-            place = first.offset + count * steps[0], first.wire + count * steps[1]
-            is_next = place == (block.offset, block.wire) and steps[0] >= 0 and steps[1] % itemsize == 0
-            if first[:3] == block[:3] and is_next:
-                runs[-1] = first, count + 1, steps
-                continue
-        runs.append((block, 1, (0, 0)))
-    return tuple([
-        first if count == 1 else first._replace(
-            size=(count, *first.size), stride=(apart[0], *first.stride),
-            wire_stride=(apart[1] // itemsize, *first.wire_stride),
-        )
-        for first, count, apart in runs
-    ])  # fmt: skip

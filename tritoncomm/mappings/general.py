@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 
-from tritoncomm.core import eager
-from tritoncomm.core.autograd import direct, wants_grad, without_graph
+from tritoncomm.core import eager, wire_sum
+from tritoncomm.core.autograd import direct, outside_graphs, wants_grad, without_graph
+from tritoncomm.core.node_exchange import Levels
 from tritoncomm.core.plan import Ints, normalize_sizes
 from tritoncomm.core.validation import checked_dim, refuse_forward_ad
 from tritoncomm.errors import ArgumentError
@@ -53,13 +54,17 @@ class _ReduceScatterDim(torch.autograd.Function):
     """Forward: reduce-scatter. Backward: all-gather."""
 
     @staticmethod
-    def forward(ctx: Any, input_: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None) -> Tensor:
+    def forward(
+        ctx: Any, input_: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, asked: wire_sum.Asked | None
+    ) -> Tensor:
         ctx.dim, ctx.group, ctx.sizes = dim, group, sizes
-        return eager.reduce_scatter(input_, dim, group, sizes, "reduce_scatter_dim")
+        if asked is None:
+            return eager.reduce_scatter(input_, dim, group, sizes, "reduce_scatter_dim")
+        return wire_sum.reduce_scatter(input_, dim, group, sizes, "reduce_scatter_dim", asked)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        return all_gather_dim(grad_output, ctx.dim, ctx.group, sizes=ctx.sizes), None, None, None
+        return all_gather_dim(grad_output, ctx.dim, ctx.group, sizes=ctx.sizes), None, None, None, None
 
 
 @direct
@@ -124,21 +129,46 @@ def all_gather_dim(
 
 
 def reduce_scatter_dim(
-    input_: Tensor, dim: int, group: GroupLike | None = None, *, sizes: Sequence[int] | None = None
+    input_: Tensor,
+    dim: int,
+    group: GroupLike | None = None,
+    *,
+    sizes: Sequence[int] | None = None,
+    wire: torch.dtype | None = None,
+    exchange: Levels | None = None,
 ) -> Tensor:
     """Forward: reduce-scatter along ``dim``. Backward: all-gather along ``dim``.
+
+    ``wire`` and ``exchange`` are those of ``collective.reduce_scatter``: bfloat16 or float16 travels, and the sum is
+    made in fp32, in rank order, rounded once. Under torch.compile the graph breaks there.
 
     Shape: ``[..., n, ...] -> [..., n/world, ...]``, or ``[..., sizes[rank], ...]``.
 
     Raises:
         ShapeError: ``dim`` does not divide, or sizes do not add up to it; before anything is sent.
+        ArgumentError: a wire of another dtype, or ``exchange`` without it.
+        UnsupportedError: with ``wire`` a tensor that is not floating point; more than one node without ``exchange``.
     """
     name = "reduce_scatter_dim"
     group = checked(input_, group, name)
     dim, per_rank = checked_dim(input_, dim, name), normalize_sizes(sizes, name)
+    if wire is not None:
+        return _reduce_scatter_over_wire(input_, dim, group, per_rank, (wire, None, exchange))
+    if exchange is not None:
+        raise ArgumentError(f"{name}: exchange needs wire, the dtype that travels")
     if wants_grad(input_):
-        return _ReduceScatterDim.apply(input_, dim, group, per_rank)
+        return _ReduceScatterDim.apply(input_, dim, group, per_rank, None)
     return without_graph(eager.reduce_scatter(input_, dim, group, per_rank, name))
+
+
+@outside_graphs
+def _reduce_scatter_over_wire(
+    input_: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, asked: wire_sum.Asked
+) -> Tensor:
+    """Run ``reduce_scatter_dim`` with a wire."""
+    if wants_grad(input_):
+        return _ReduceScatterDim.apply(input_, dim, group, sizes, asked)
+    return wire_sum.reduce_scatter(without_graph(input_), dim, group, sizes, "reduce_scatter_dim", asked)
 
 
 def split_dim(
