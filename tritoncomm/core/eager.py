@@ -28,6 +28,7 @@ from tritoncomm.core.plan import (
     cached_all_to_all,
     cached_all_to_all_single,
     cached_reduce_scatter,
+    cached_split,
     located,
 )
 from tritoncomm.core.validation import check_input
@@ -144,7 +145,10 @@ def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: st
     if span is None and sizes is None:
         return x
     try:
-        start, size = plan.split(x.shape, dim, group.size(), group.rank(), sizes)
+        if span is not None and sizes is None:
+            start, size = cached_split(x.shape, dim, span.world, group.rank())
+        else:
+            start, size = plan.split(x.shape, dim, group.size(), group.rank(), sizes)
     except CommError as error:
         raise located(error, x.shape, name, group) from None
     if span is None:

@@ -28,6 +28,7 @@ __all__ = [
     "cached_all_to_all",
     "cached_all_to_all_single",
     "cached_reduce_scatter",
+    "cached_split",
     "check_split_sizes",
     "chunk_sizes",
     "located",
@@ -157,6 +158,7 @@ def split(shape: Ints, dim: int, world: int, rank: int, sizes: Ints | None = Non
 _cached = lru_cache(maxsize=8192)  # shapes repeat in every step, and a plan takes as long as a small collective
 cached_all_gather, cached_reduce_scatter = _cached(all_gather), _cached(reduce_scatter)
 cached_all_to_all, cached_all_to_all_single = _cached(all_to_all), _cached(all_to_all_single)
+cached_split = _cached(split)
 
 
 def all_reduce_bytes(nbytes: int, world: int) -> int:
@@ -238,16 +240,16 @@ def normalize_sizes(sizes: Any, name: str) -> Ints | None:
     """Return split sizes (a list, tuple, numpy array or CPU tensor of integers) as a tuple of ints; None for None."""
     if sizes is None:
         return None
-    if isinstance(sizes, torch.Tensor):
-        if sizes.device.type != "cpu":
-            raise ArgumentError(
-                f"{name}: split sizes must be a list of ints or a CPU tensor, not a tensor on {sizes.device} "
-                "(reading it would synchronise)"
-            )
-        sizes = sizes.tolist() if sizes.dim() == 1 else sizes
     try:
         if type(sizes) in (list, tuple) and type(sum(sizes)) is int:
             return tuple(sizes)  # all are ints; a loop in Python takes 3 times as long
+        if isinstance(sizes, torch.Tensor):
+            if sizes.device.type != "cpu":
+                raise ArgumentError(
+                    f"{name}: split sizes must be a list of ints or a CPU tensor, not a tensor on {sizes.device} "
+                    "(reading it would synchronise)"
+                )
+            sizes = sizes.tolist() if sizes.dim() == 1 else sizes
         return tuple([operator.index(size) for size in sizes])
     except TypeError:
         raise ArgumentError(f"{name}: split sizes must be a list of ints, not {sizes!r}") from None
