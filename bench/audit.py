@@ -47,6 +47,19 @@ Every case moves about 64 MiB with tiles by the built-in rule.
 """
 
 
+BESIDE = """## Segments, and the kernels of others
+
+Instructions of one thread for every 16 bytes that it reads. Kernels of others were compiled once for sm_90 from their
+sources of 2026, without a GPU, and are not compiled by this command. *Reduce, bf16* above is what to compare torch's
+`reduce_partials` with.
+"""
+
+OTHERS_KERNELS = (
+    "| FlashInfer, pack of q, k and v for NCCL | 4 | 225 | - |",
+    "| FlashInfer, the pack of the output | 4 | 256 | - |",
+    "| torch 2.14, `reduce_partials`, 8 parts of bf16 | 16 | 27 | - |",
+)
+
 OTHERS = """## Every target
 
 Instructions for every 16 useful bytes / registers, of the same calls on every target that the tests compile for
@@ -288,7 +301,58 @@ def page(target: str = "sm_90") -> str:
         lines += [f"## {group[0].upper()}{group[1:]}", "", *_HEADS]
         lines += [row(case, one) for case, one in figures.items() if case.group == group]
         lines.append("")
-    return "\n".join([*lines, *_other_targets()])
+    return "\n".join([*lines, *_segment_lines(target), *_other_targets()])
+
+
+SEGMENTS = (
+    ("q, k and v of 8 ranks, gaps on both sides", "gather_segments", torch.bfloat16, torch.bfloat16, False, 1),
+    ("fp32 into a bf16 wire of 8 ranks", "gather_segments", torch.float32, torch.bfloat16, False, 2),
+    ("8 parts of a bf16 wire, added to fp32", "scatter_segments", torch.float32, torch.bfloat16, True, 4),
+)
+"""Tables of segments: name, kernel, dtypes of tensors and of the wire, whether the tensor is added to, and bytes that
+are read for one that is stored."""
+
+
+def measure_segments(target: str = "sm_90") -> list[Code]:
+    """The machine code of ``SEGMENTS``."""
+    modules, builds = compiled_kernels(), []
+    for _, kernel, dtype, wired, adds, _ in SEGMENTS:
+        itemsize, length = wired.itemsize, 2**18
+        if adds:
+            rows = [(0, 0, 1, length, length, part * length * itemsize) for part in range(8)]
+        elif dtype is wired:  # heads of a rank are ``length / 64`` rows of 64 numbers, in q, k and v of 3 x 8 x 64
+            rows = [(0, 512 * i + 64 * r, 4096, 64, 1536, (3 * r + i) * 2**20, 128) for r in range(8) for i in range(3)]
+        else:
+            rows = [(0, length * r, 1, length, length, length * r * itemsize) for r in range(8)]
+        wire, x = torch.empty(2**25, dtype=torch.uint8), torch.empty(2**23, dtype=dtype)
+        layouts = modules["segments"].layouts_of(wire, [x])
+        table = modules["segments"].Segments(rows, [wired])
+        builds.append(
+            first_launch(modules["segment_copy"]._plan(kernel, table, layouts, None, 0, False, adds, adds), target)
+        )
+    return build_all(builds, target)
+
+
+def first_launch(plan: Any, target: str) -> Build:
+    """The first launch of a table of segments."""
+    launch = plan[0][0][0]
+    scale = TARGETS[target].warp_size // 32
+    kinds = zip(launch.constants["BLOCK"], launch.constants["WIDE"], strict=True)
+    # Warps of 64 threads copy twice as many units at a time; casts and sums have as many threads on any device.
+    constants = launch.constants | {"BLOCK": tuple(units * (1 if wide else scale) for units, wide in kinds)}
+    integers = {one: "i64" for one in launch.kernel.arg_names if one.startswith("tensor_")}
+    pointers = {one: "*i64" for one in launch.kernel.arg_names if one.endswith("_ptr")}
+    return Build(launch.kernel, integers | pointers | {"scale": "fp32"}, constants, launch.num_warps // scale)
+
+
+def _segment_lines(target: str) -> Iterator[str]:
+    """Yield the lines of the table of segments, and of the kernels of others beside them."""
+    yield from (BESIDE, "| kernel | access | instructions | registers |", "|---|---:|---:|---:|")
+    for (name, *_, read), code in zip(SEGMENTS, measure_segments(target), strict=True):
+        per_unit = code.instructions * 16 / (read * sum(code.stores))
+        yield f"| ours: {name} | {', '.join(map(str, sorted({*code.stores})))} | {per_unit:.0f} | {code.registers} |"
+    yield from OTHERS_KERNELS
+    yield ""
 
 
 def _other_targets() -> list[str]:

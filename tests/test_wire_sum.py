@@ -12,6 +12,7 @@ from bits import bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import Pool
+from sums_by_hand import FLOATS, by_hand, shard, values
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
@@ -20,59 +21,6 @@ from tritoncomm import mappings as m
 from tritoncomm.core import ops, wire_pieces, wire_sum
 from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.errors import ArgumentError, MismatchError, ShapeError, UnsupportedError
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, layout: str = "contiguous") -> Tensor:
-    """Values of a rank, which every rank can make."""
-    made = torch.Generator().manual_seed(rank)
-    x = torch.randn(shape, generator=made, dtype=torch.float64) * 10 ** torch.randint(-3, 3, shape, generator=made)
-    x = x.to(dtype)
-    if layout == "transposed":
-        return x.transpose(0, -1).contiguous().transpose(0, -1)
-    if layout == "strided":
-        wide = torch.zeros(*shape[:-1], 2 * shape[-1], dtype=dtype)
-        wide[..., ::2] = x
-        return wide[..., ::2]
-    if layout == "columns":
-        wide = torch.zeros(*shape[:-1], shape[-1] + 3, dtype=dtype)
-        wide[..., 3:] = x
-        return wide[..., 3:]
-    return x
-
-
-def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round once; fp64 reaches 16 bits through fp32."""
-    return (x.float() if x.dtype is torch.float64 and dtype.itemsize == 2 else x).to(dtype)
-
-
-def by_hand(
-    parts: list[Tensor], wire: torch.dtype, result: torch.dtype, scale: float | None = None, to: Tensor | None = None,
-    node: int | None = None, between: torch.dtype = torch.float32,
-) -> Tensor:  # fmt: skip
-    """The sum of all ranks, part by part: of each node first, where nodes have ``node`` ranks."""
-    parts = [narrowed(x, wire) for x in parts]
-    if node is not None:
-        parts = [narrowed(in_order(parts[i : i + node], between), between) for i in range(0, len(parts), node)]
-    total = in_order(parts, result)
-    if scale is not None:
-        total = total * torch.tensor(scale, dtype=total.dtype)
-    if to is not None:
-        total = to.to(total.dtype) + total
-    return narrowed(total, result)
-
-
-def in_order(parts: list[Tensor], result: torch.dtype) -> Tensor:
-    wide = torch.float64 if torch.float64 in (parts[0].dtype, result) else torch.float32
-    total = parts[0].to(wide)
-    for part in parts[1:]:
-        total = total + part.to(wide)
-    return total
-
-
-def shard(x: Tensor, dim: int, sizes: tuple[int, ...], rank: int) -> Tensor:
-    return x.narrow(dim, sum(sizes[:rank]), sizes[rank])
 
 
 def run_cases(group: ProcessGroup, cases: list[dict[str, Any]]) -> int:
@@ -304,6 +252,27 @@ def test_bytes(pool: Pool) -> None:
     assert pool.run(run_counts, world=world) == [(1, copied, elements // world * 2)] * world
 
 
+def run_unpacked(group: ProcessGroup) -> list[tuple[str, int, int]]:
+    found = []
+    for x, dim in ((torch.ones(8, 4), 0), (torch.ones(4, 8), 1), (torch.ones(8, 8)[:, :4], 0)):
+        with record.recording() as counted:
+            collective.reduce_scatter(x.bfloat16() if x.is_contiguous() else x, dim, group, wire=torch.bfloat16)
+        ((_, path), count), *_ = counted.items()
+        found.append((path, count.bytes_copied, count.bytes_sent))
+    return found
+
+
+def test_what_lies_in_order_is_not_packed(pool: Pool) -> None:
+    """A contiguous tensor of the wire's dtype is the wire: it is read by the sum alone."""
+    summed = 32 * 2 + 16 * 2
+    expected = [
+        ("torch", summed, 32),
+        ("torch", 2 * 32 * 2 + summed, 32),
+        ("torch", 32 * (4 + 2) + 32 * 2 + 16 * 4, 32),
+    ]
+    assert pool.run(run_unpacked, world=2) == [expected] * 2
+
+
 def run_memory(group: ProcessGroup) -> float:
     """Most bytes of buffers that are alive at a time, as a share of the wire's."""
     live = [0, 0]
@@ -340,7 +309,8 @@ def run_errors(group: ProcessGroup) -> None:
         (ArgumentError, "accumulate needs out", x, wire | {"accumulate": True}),
         (ArgumentError, "out must be contiguous", x, wire | {"out": torch.ones(4, 4)}),
         (ArgumentError, "out must be contiguous", x, wire | {"out": torch.ones(2, 4, dtype=torch.int32)}),
-        (ArgumentError, "out shares memory", x, wire | {"out": x[:2]}),
+        (ArgumentError, "out shares memory", x, wire | {"out": x[1:3]}),
+        (ArgumentError, "out shares memory", x.t(), wire | {"out": x[:2]}),
         (ArgumentError, "out requires grad", x, wire | {"out": torch.ones(2, 4, requires_grad=True)}),
         (UnsupportedError, "op is SUM or AVG", x, wire | {"op": ReduceOp.MAX}),
         (ArgumentError, "scale must be a number, not str", x, wire | {"scale": "2"}),
@@ -352,6 +322,15 @@ def run_errors(group: ProcessGroup) -> None:
     for kind, text, tensor, options in bad:
         with pytest.raises(kind, match=text):
             collective.reduce_scatter(tensor, 0, group, **options)
+    for shape in ((4, 6), (1 << 11, 1 << 11)):  # of one piece, and of several: the shard itself is a place for the sum
+        for dtype, asynchronous in product((torch.bfloat16, torch.float32), (False, True)):
+            every = [values(each, shape, dtype) for each in range(2)]
+            own = every[group.rank()].chunk(2)[group.rank()]
+            expected = by_hand([each.chunk(2)[group.rank()].clone() for each in every], torch.bfloat16, dtype)
+            y = collective.reduce_scatter(every[group.rank()], 0, group, async_op=asynchronous, out=own, **wire)
+            y = y[1].wait() if asynchronous else y
+            assert y is own
+            assert torch.equal(bits(y), bits(expected))
     memory = torch.ones(6, 4)  # out beside the tensor in one memory, as in a flat buffer of gradients
     assert torch.equal(collective.reduce_scatter(memory[:4], 0, group, out=memory[4:], **wire), torch.full((2, 4), 2.0))
     with pytest.raises(ArgumentError, match=r"^all_reduce: scale must be a number"):

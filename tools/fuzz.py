@@ -21,6 +21,7 @@ import fuzz_reshard
 import fuzz_segments
 import fuzz_stages
 import fuzz_states
+import fuzz_sums
 from fuzz_calls import DTYPES, GROUPS, KINDS, LAYOUTS, run_call, verdict
 from hypothesis import HealthCheck, Phase, Verbosity, assume, given, seed, settings
 from hypothesis import strategies as st
@@ -151,8 +152,9 @@ def _alone(check: Callable[[Any], None]) -> Callable[[Any, Any], None]:
 
 
 DOMAINS = {
-    "calls": Domain(350, calls(), _on_ranks(run_call)),
+    "calls": Domain(310, calls(), _on_ranks(run_call)),
     "reshardings": Domain(200, fuzz_reshard.reshardings(WORLDS), _on_ranks(fuzz_reshard.run_resharding)),
+    "sums": Domain(40, fuzz_sums.sums(WORLDS, JUNK), _on_ranks(fuzz_sums.run_sum)),
     "attention": Domain(150, fuzz_attention.attentions(WORLDS, JUNK), _on_ranks(fuzz_attention.run_attention)),
     "stages": Domain(150, fuzz_stages.stage_steps(WORLDS, JUNK), _on_ranks(fuzz_stages.run_stages)),
     "hops": Domain(150, fuzz_states.hops(WORLDS), _on_ranks(fuzz_states.run_hop)),

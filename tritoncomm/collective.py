@@ -114,7 +114,8 @@ def reduce_scatter(
         parallel_mode: a ParallelMode or a group (see ``groups.as_group``).
         op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR, where the backend has it for the dtype. MIN and MAX may
             lose a NaN, as the backend does. With ``wire`` SUM or AVG, which is the sum by ``1 / ranks``.
-        async_op: return ``(out, handle)``; ``out`` is undefined until ``handle.wait()``.
+        async_op: return ``(out, handle)``; ``out`` is undefined until ``handle.wait()``, and ``tensor`` must not change
+            until then.
         sizes: size of ``dim`` on each rank.
         wire: bfloat16 or float16, what travels; the tensor's own dtype, and the backend's sum, by default.
         wire_between: what travels between nodes with ``exchange="node"``: float32 by default, or a 16-bit dtype at one
@@ -123,7 +124,8 @@ def reduce_scatter(
             between them than a ring does, and has to be asked for. ``node``: sums of the ranks of each node travel
             between nodes, and are summed in the order of the nodes.
         scale: with ``wire``, a factor applied to the sum.
-        out: with ``wire``, a contiguous tensor for the result, of any floating-point dtype.
+        out: with ``wire``, a contiguous tensor for the result, of any floating-point dtype; it may be this rank's shard
+            of ``tensor``.
         accumulate: add to ``out`` before the one rounding.
 
     Returns:

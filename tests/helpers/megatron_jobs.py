@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron_cpu import LENGTH, VOCABULARY, core, gpt_chunks, groups, join, on_cpu, transformer_config
+from megatron_gradients import sums_of_gradients
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -401,6 +402,7 @@ def quick(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
         found = linear_layers(f"{folder}/linear")
     trained["interleaved-4"] = compare("interleaved-4", f"{folder}/interleaved-4", QUICK_STEPS)
     found["modules"] = pipelines_of_modules(f"{folder}/modules")
+    found["gradients"] = sums_of_gradients(f"{folder}/gradients")
     return trained, found
 
 

@@ -131,6 +131,22 @@ def test_modules_with_pipelines_of_their_own(quick_results: list[Any]) -> None:
         assert used == "tritoncomm.p2p.communicator"
 
 
+@pytest.mark.timeout(600)
+def test_gradients_are_summed_in_fp32_in_one_pass(quick_results: list[Any]) -> None:
+    """In rank order, ten steps of Megatron's wrapper; its own sum is within a rounding of each rank's part."""
+    for _, found in quick_results:
+        result = found["gradients"]
+        assert result["wrong"] == result["alone"] == result["kept"] == []
+        assert result["same as alone"]
+        calls = result["calls"]
+        # Both read all that arrives, 4 x 64 numbers, and write the shard; Megatron's sum goes through fp32 in memory.
+        assert calls["bytes"] == (4 * 64 * 2 + 64 * (4 + 4 + 2), 4 * 64 * 2 + 64 * 2)
+        assert calls["equal"]
+        assert calls["scratch is used"]
+        assert calls["other dtypes"] == [True, True]
+        assert calls["asserts"] == [True] * 4
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
@@ -650,6 +666,7 @@ def test_a_version_of_which_nothing_can_be_replaced_is_refused(
     monkeypatch.delattr(theirs.p2p_communication, "P2PCommunicator")
     for function, _ in (megatron._LINEAR, megatron._FROZEN):
         monkeypatch.delattr(theirs.layers, function)
+    monkeypatch.setitem(sys.modules, f"megatron.core.distributed.{megatron._FP32_SUM}", None)  # no such module
     before = _bindings()
     with pytest.raises(UnsupportedError, match=r"nothing of megatron-core .* can be replaced:") as caught:
         megatron.patch()

@@ -231,19 +231,7 @@ def _segments(name: str, target: str, rows: list[tuple[int, ...]], kinds: Sequen
     tensors = [torch.empty(2**22) for _ in range(17 if many else 1)]
     layouts = modules["segments"].layouts_of(torch.empty(2**24, dtype=torch.uint8), tensors)
     sums = name == "scatter_segments"
-    return _first_launch(modules["segment_copy"]._plan(name, table, layouts, None, 0, False, False, sums), target)
-
-
-def _first_launch(plan: Any, target: str) -> Build:
-    """That of a plan."""
-    launch = plan[0][0][0]
-    scale = TARGETS[target].warp_size // 32
-    kinds = zip(launch.constants["BLOCK"], launch.constants["WIDE"], strict=True)
-    # Warps of 64 threads copy twice as many units at a time; casts and sums have as many threads on any device.
-    constants = launch.constants | {"BLOCK": tuple(units * (1 if wide else scale) for units, wide in kinds)}
-    integers = {one: "i64" for one in launch.kernel.arg_names if one.startswith("tensor_")}
-    pointers = {one: "*i64" for one in launch.kernel.arg_names if one.endswith("_ptr")}
-    return Build(launch.kernel, integers | pointers | {"scale": "fp32"}, constants, launch.num_warps // scale)
+    return audit.first_launch(modules["segment_copy"]._plan(name, table, layouts, None, 0, False, False, sums), target)
 
 
 FLAT, ROWS = (0, 0, 1, 2**20, 2**20, 0), (0, 0, 1024, 512, 1024, 0)
@@ -305,7 +293,9 @@ def test_copies(target: str) -> None:
         layouts = modules["segments"].layouts_of(made[1], made)
         table = modules["segments"].Copies([rows], [into] * pairs)
         builds.append(
-            _first_launch(modules["segment_copy"]._plan("copy_segments", table, layouts, None, 0, False, False), target)
+            audit.first_launch(
+                modules["segment_copy"]._plan("copy_segments", table, layouts, None, 0, False, False), target
+            )
         )
     for (rows, kind, pairs), code in zip(cases, build_all(builds, target), strict=True):
         most = {"fp32": (45, 75), "cast": (95, 110)}[kind][rows is not FLAT]
@@ -313,6 +303,14 @@ def test_copies(target: str) -> None:
         assert (code.coalesced, code.spills, set(code.stores)) == (True, 0, {16}), (rows, kind, pairs)
         assert code.registers <= 64, (rows, kind, pairs)
         assert code.instructions * 16 / sum(code.stores) <= most * more, (rows, kind, pairs)
+
+
+@on_targets
+def test_the_passes_of_a_sum_over_a_wire(target: str) -> None:
+    """16 bytes at a time, at most 64 registers."""
+    for (name, *_), code in zip(audit.SEGMENTS, audit.measure_segments(target), strict=True):
+        assert (code.coalesced, code.spills, set(code.stores)) == (True, 0, {16}), name
+        assert code.registers <= 64, name
 
 
 @on_targets

@@ -41,6 +41,16 @@ class Piece:
     dtype: torch.dtype
 
     @cached_property
+    def is_in_order(self) -> bool:
+        """Whether the wire has one tensor's elements in their order, so that without a cast no pack is needed."""
+        itemsize = self.dtype.itemsize
+        return self.tensors == 1 and all(
+            block.offset * itemsize == block.wire
+            and all(size == 1 or a == b for size, a, b in zip(block.size, block.stride, block.wire_stride, strict=True))
+            for block in self.blocks
+        )
+
+    @cached_property
     def table(self) -> Segments | None:
         """The blocks as a table; None if it would have too many segments."""
         return table_of(self.blocks, [self.dtype] * self.tensors)

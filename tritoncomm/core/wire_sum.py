@@ -28,7 +28,17 @@ from tritoncomm.core.wire_pieces import Layout, Piece, pieces, row_stride
 from tritoncomm.errors import ArgumentError, CommError, UnsupportedError
 from tritoncomm.record import CopyPath, Span
 
-__all__ = ["WIRES", "Asked", "Wire", "all_reduce", "reduce_scatter", "split_reduce_scatter", "sum_shards"]
+__all__ = [
+    "WIRES",
+    "Asked",
+    "Wire",
+    "all_reduce",
+    "checked_wire",
+    "reduce_scatter",
+    "split_reduce_scatter",
+    "sum_parts",
+    "sum_shards",
+]
 
 WIRES = (torch.bfloat16, torch.float16)
 _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -58,7 +68,7 @@ class Wire(NamedTuple):
         return self.dtype, self.between, self.nodes and self.nodes.size
 
 
-def _checked_wire(asked: Asked, group: ProcessGroup, name: str) -> Wire:
+def checked_wire(asked: Asked, group: ProcessGroup, name: str) -> Wire:
     """Check the options of a wire, and return it."""
     dtype, between, exchange = asked
     if dtype not in WIRES:
@@ -96,26 +106,24 @@ def _check_summed(x: Tensor, name: str) -> None:
         raise UnsupportedError(f"{name}: with wire the tensor must be floating point, not {x.dtype}")
 
 
-def _check_out(out: Any, x: Tensor, shape: Ints, name: str) -> None:
-    """Reject an ``out`` that the result of this shape cannot be written into."""
+def _check_out(out: Any, x: Tensor, own: Tensor, name: str) -> None:
+    """Reject an ``out`` that the sum of ``own``, this rank's shard of x, cannot be written into."""
     if not isinstance(out, Tensor):
         raise ArgumentError(f"{name}: out must be a tensor, not {type(out).__name__}")
     check_kind(out, f"{name}: out")
-    if (
-        tuple(out.shape) != tuple(shape)
-        or not out.is_contiguous()
-        or out.device != x.device
-        or out.dtype not in _SUMMED
-    ):
+    if out.shape != own.shape or not out.is_contiguous() or out.device != x.device or out.dtype not in _SUMMED:
         raise ArgumentError(
-            f"{name}: out must be contiguous, floating point, {list(shape)} on {x.device}, not {out.dtype} "
+            f"{name}: out must be contiguous, floating point, {list(own.shape)} on {x.device}, not {out.dtype} "
             f"{list(out.shape)} by {out.stride()} on {out.device}"
         )
     if out.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(f"{name}: out requires grad, and is written into; use torch.no_grad()")
+    # Pieces are packed before their sums are written, so the shard itself is safe.
+    if out.data_ptr() == own.data_ptr() and out.dtype is own.dtype and own.is_contiguous():
+        return
     starts, ends = zip(*((each.data_ptr(), each.data_ptr() + extent_of(each)) for each in (out, x)), strict=True)
     if max(starts) < min(ends) and share_elements(out, x):
-        raise ArgumentError(f"{name}: out shares memory with the tensor")
+        raise ArgumentError(f"{name}: out shares memory with the tensor, and is not this rank's shard of it")
 
 
 @outside_graphs
@@ -131,10 +139,16 @@ def reduce_scatter(
     scale: float | None = None,
     out: Tensor | None = None,
     accumulate: bool = False,
+    scratch: Tensor | None = None,
 ) -> Any:
-    """Run ``collective.reduce_scatter`` with a wire; ``dim`` counts from the front."""
+    """Run ``collective.reduce_scatter`` with a wire.
+
+    Args:
+        dim: from the front.
+        scratch: with ``asynchronous``, contiguous memory of the wire's dtype for what arrives.
+    """
     world, rank = group.size(), group.rank()
-    wire, factor = _checked_wire(asked, group, name), _checked_factor(op, scale, world, name)
+    wire, factor = checked_wire(asked, group, name), _checked_factor(op, scale, world, name)
     _check_summed(x, name)
     try:
         sizes = sizes or (split_evenly(x.shape, dim, world),) * world
@@ -144,13 +158,13 @@ def reduce_scatter(
     shape = resized(x.shape, dim, sizes[rank])
     result = x.new_empty(shape) if out is None else out
     if out is not None:
-        _check_out(out, x, shape, name)
+        _check_out(out, x, x.narrow(dim, sum(sizes[:rank]), sizes[rank]), name)
     elif accumulate:
         raise ArgumentError(f"{name}: accumulate needs out, what is added to")
     span = enter(name, "wire_sum", group, x, ((dim,), sizes, op, *wire.words, factor, accumulate)) or Span(name)
     handed = result if asynchronous else None
     flat = result.view(-1)
-    path, copied, sent, handle = _sum([x], [(dim, sizes)], flat, group, name, wire, factor, accumulate, handed)
+    path, copied, sent, handle = _sum([x], [(dim, sizes)], flat, group, name, wire, factor, accumulate, handed, scratch)
     span.end(path, copied, sent)
     if out is not None:
         torch.autograd.graph.increment_version(out)
@@ -163,7 +177,7 @@ def all_reduce(
 ) -> Tensor:
     """Run ``collective.all_reduce`` with a wire: each rank sums its part of the elements, then they are gathered."""
     world, rank = group.size(), group.rank()
-    wire, factor = _checked_wire(asked, group, name), _checked_factor(op, scale, world, name)
+    wire, factor = checked_wire(asked, group, name), _checked_factor(op, scale, world, name)
     _check_summed(tensor, name)
     span = enter(name, "wire_sum", group, tensor, (None, None, op, *wire.words, factor, None)) or Span(name)
     out = ops.resolved(tensor).contiguous()
@@ -195,7 +209,7 @@ def split_reduce_scatter(
 ) -> list[Tensor]:
     """Run ``collective.split_reduce_scatter`` with a wire; return this rank's shard of each tensor."""
     world, rank = group.size(), group.rank()
-    wire, factor = _checked_wire(asked, group, name), _checked_factor(ReduceOp.SUM, scale, world, name)
+    wire, factor = checked_wire(asked, group, name), _checked_factor(ReduceOp.SUM, scale, world, name)
     for x in many:
         _check_summed(x, name)
     kinds = {x.dtype for x in many} if dtype is None else {dtype}
@@ -222,18 +236,19 @@ def _sum(
     scale: float | None,
     accumulate: bool = False,
     result: Tensor | None = None,
+    scratch: Tensor | None = None,
 ) -> tuple[CopyPath, int, int, backend.Handle | None]:
     """Run ``sum_shards`` of any tensors, cut along (dim, sizes) each."""
     copied, given, layouts = 0, [], []
     for tensor, (dim, sizes) in zip(tensors, cuts, strict=True):
         x = ops.resolved(tensor)
         if row_stride(x.shape, x.stride(), dim) is None:
-            x = x.contiguous()
-        copied += 0 if x is tensor else 2 * x.nbytes
+            x = _narrowed(x, wire.dtype).contiguous()  # if it is one piece, this is the wire
+        copied += 0 if x is tensor else tensor.nbytes + x.nbytes
         given.append(x)
         layouts.append((x.shape, x.stride(), dim, sizes))
     path, moved, sent, handle = sum_shards(
-        given, tuple(layouts), out, group, name, wire, scale, accumulate, result=result
+        given, tuple(layouts), out, group, name, wire, scale, accumulate, result=result, scratch=scratch
     )
     return path, copied + moved, sent, handle
 
@@ -249,6 +264,7 @@ def sum_shards(
     accumulate: bool = False,
     piece_bytes: int | None = None,
     result: Tensor | None = None,
+    scratch: Tensor | None = None,
 ) -> tuple[CopyPath, int, int, backend.Handle | None]:
     """Sum the ranks' tensors, and write this rank's shards of all of them into ``out``, one after the other.
 
@@ -260,6 +276,7 @@ def sum_shards(
         accumulate: add to ``out``, before the one rounding.
         piece_bytes: bytes of the wire in a piece; a twelfth of it by default, 1 MiB at least.
         result: send all at once, and return a handle that sums in ``wait`` and returns this tensor; None waits here.
+        scratch: memory for what arrives, of a call that sends all at once from rank to rank; new memory by default.
 
     Returns:
         The path of the passes, the bytes that they read plus write, the bytes sent, and the handle.
@@ -269,7 +286,7 @@ def sum_shards(
     size = wire.dtype.itemsize
     most = elements if result is not None else (piece_bytes or max(elements * size // _PIECES, _LEAST)) // size
     nodes = None if wire.nodes is None else (wire.nodes.count, wire.nodes.size)
-    call = _Call(out, group, name, wire, scale, accumulate)
+    call = _Call(out, group, name, wire, scale, accumulate, scratch)
     path: CopyPath = "view"
     flying: tuple[Piece, Tensor, backend.Work] | None = None
     for piece in pieces(layouts, world, rank, max(most, 1), wire.dtype, nodes):
@@ -278,6 +295,8 @@ def sum_shards(
         if flying is not None:
             call.finish(*flying)
         flying = following
+    if flying is not None and path == "view":  # nothing was packed
+        path = ops.path_for(flying[1], "reduce")
     handle = None if result is None else backend.Handle(None, result, None)
     if flying is not None and result is not None:
         piece, received, work = flying
@@ -298,12 +317,16 @@ class _Call:
     wire: Wire
     scale: float | None
     accumulate: bool
+    scratch: Tensor | None
     copied: int = 0
     sent: int = 0
 
     def pack(self, tensors: Sequence[Tensor], piece: Piece) -> tuple[Tensor, CopyPath]:
-        """Copy a piece of the tensors into a new wire, cast to its dtype; return the path."""
-        wire = empty(tensors[0], (sum(piece.counts),), (1,), piece.dtype)
+        """Return a piece of the tensors in the wire's dtype, a view of the tensor or a new wire, and the path."""
+        first = tensors[0]
+        if piece.is_in_order and first.dtype is piece.dtype and first.numel() == sum(piece.counts):
+            return first.view(-1), "view"
+        wire = empty(first, (sum(piece.counts),), (1,), piece.dtype)
         if not wire.numel():
             return wire, "view"
         if ops.path_for(wire, "segments") == "triton" and piece.table is not None:
@@ -312,8 +335,7 @@ class _Call:
             return wire, path
         for block in piece.blocks:
             x, place = block.view(tensors[block.tensor]), block.in_wire(wire)
-            # A kernel rounds fp64 to 16 bits through fp32.
-            place.copy_(x.float() if x.dtype is torch.float64 else x)
+            place.copy_(x.float() if x.dtype is torch.float64 else x)  # a kernel rounds fp64 to 16 bits through fp32
             self.copied += place.nbytes + x.nbytes
         return wire, "torch"
 
@@ -330,7 +352,9 @@ class _Call:
             mine = [sum(counts[local :: nodes.size]) for local in range(nodes.size)]
             own = mine[nodes.local]
             sends, receives = nodes.inside(mine), nodes.inside([own] * nodes.size)
-        received = empty(packed, (sum(receives),), (1,), packed.dtype)
+        received = self.scratch
+        if received is None:
+            received = empty(packed, (sum(receives),), (1,), packed.dtype)
         self.sent += (sum(counts) - own) * packed.itemsize
         if len({*sends, *receives}) == 1:
             sends = receives = ()
@@ -358,14 +382,19 @@ class _Call:
         if nodes is not None:
             counts, count = piece.counts[nodes.local :: nodes.size], nodes.count
             sums = empty(received, (sum(counts),), (1,), self.wire.between)
-            _sum_parts(received.view(nodes.size, -1), sums, None)
+            sum_parts(received.view(nodes.size, -1), sums, None)
             received = empty(received, (count * own,), (1,), self.wire.between)
             across = nodes.across([own] * count), nodes.across(counts)
             backend.all_to_all(received, sums, *across, self.group, self.name)
-        _sum_parts(received.view(count, own), self.out.narrow(0, piece.start, own), self.scale, self.accumulate)
+        sum_parts(received.view(count, own), self.out.narrow(0, piece.start, own), self.scale, self.accumulate)
 
 
-def _sum_parts(parts: Tensor, out: Tensor, scale: float | None, accumulate: bool = False) -> None:
+def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x`` in the wire's dtype; fp64 is rounded to 16 bits through fp32, as kernels do."""
+    return (x.float() if x.dtype is torch.float64 else x).to(dtype)
+
+
+def sum_parts(parts: Tensor, out: Tensor, scale: float | None, accumulate: bool = False) -> None:
     """Sum parts ``[n, elements]`` in order into ``out``, with one rounding."""
     count, elements = parts.shape
     if not elements:

@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tritoncomm.integrations import deepspeed, megatron, trainer, transformers, yunchang
+    from tritoncomm.integrations import ddp, deepspeed, fsdp2, megatron, trainer, transformers, yunchang
 
-__all__ = ["deepspeed", "megatron", "trainer", "transformers", "yunchang"]
+__all__ = ["ddp", "deepspeed", "fsdp2", "megatron", "trainer", "transformers", "yunchang"]
 
 
 def __getattr__(name: str) -> Any:

@@ -30,6 +30,7 @@ TESTED = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 _MAPPINGS, _LAYERS = "tensor_parallel.mappings", "tensor_parallel.layers"
 _LINEAR = "linear_with_grad_accumulation_and_async_allreduce", "LinearWithGradAccumulationAndAsyncCommunication"
 _FROZEN = "linear_with_frozen_weight", "LinearWithFrozenWeight"
+_FP32_SUM = "reduce_scatter_with_fp32_accumulation"
 _CROSS_ENTROPY = "vocab_parallel_cross_entropy"
 Swaps = list[tuple[Any, Any]]  # Megatron's, ours
 Make = Callable[..., Sequence[Any]]  # from Megatron's objects to ours
@@ -117,7 +118,14 @@ class _State:
 
     def original(self, module: str, name: str) -> Any:
         """Return Megatron's own object of a name, replaced or not; raise where this version does not have it."""
-        found = _core(module)
+        try:
+            found = _core(module)
+        except ModuleNotFoundError as error:
+            if (
+                error.name != f"megatron.core.{module}"
+            ):  # what is missing is not this module, but Megatron or a part of it
+                raise
+            raise UnsupportedError(f"megatron.core.{module} is missing") from error
         if not hasattr(found, name):
             raise UnsupportedError(f"{found.__name__}.{name} is missing")
         value = getattr(found, name)
@@ -149,10 +157,12 @@ def patch(*, cross_entropy: bool = False, packages: Sequence[str] = ("megatron",
     """Let Megatron-core use tritoncomm, in all modules that are loaded now or later.
 
     Every name that refers to one of Megatron's mappings (their autograd classes and underscore helpers included), to
-    its ``P2PCommunicator`` or to its two linear functions is bound to ours, whichever module has imported it. Losses
-    and gradients keep their bits. As in Megatron, ``reduce_from_tensor_model_parallel_region`` overwrites its input,
-    ``copy_to_tensor_model_parallel_region`` overwrites its gradient in backward, and sequence-parallel gathers of the
-    linear layers use Megatron's global memory buffer. ``mappings.overwrite_inputs`` is not switched.
+    its ``P2PCommunicator``, to its two linear functions or to ``reduce_scatter_with_fp32_accumulation`` is bound to
+    ours, whichever module has imported it. Losses and gradients keep their bits, but for that sum: it is in rank order,
+    and Megatron's in the order of ``torch.sum``. As in Megatron, ``reduce_from_tensor_model_parallel_region``
+    overwrites its input, ``copy_to_tensor_model_parallel_region`` overwrites its gradient in backward, and
+    sequence-parallel gathers of the linear layers use Megatron's global memory buffer. ``mappings.overwrite_inputs`` is
+    not switched.
 
     A second call with equal arguments only reaches modules that were imported in between; with other arguments it
     replaces the first. The patch is one of the process: all threads see it. Objects that were made before keep their
@@ -355,6 +365,7 @@ def _sets(cross_entropy: bool) -> Iterator[tuple[str, tuple[str, ...], Make]]:
     yield "pipeline_parallel.p2p_communication", ("P2PCommunicator",), _always(P2PCommunicator)
     yield _LAYERS, _LINEAR, _linear
     yield _LAYERS, _FROZEN, _frozen_linear
+    yield f"distributed.{_FP32_SUM}", (_FP32_SUM,), _fp32_sum
     if cross_entropy:
         yield "tensor_parallel.cross_entropy", (_CROSS_ENTROPY,), _cross_entropy
 
@@ -378,6 +389,11 @@ def _frozen_linear(theirs: Any, linear_class: Any) -> Sequence[Any]:
     _parameters(theirs)  # refuses one that cannot be read
     resolve = _state.original("utils", "get_tensor_model_parallel_group_if_none")
     return megatron_functions.frozen_linear_functions(theirs, linear_class, resolve)
+
+
+def _fp32_sum(theirs: Any) -> Sequence[Any]:
+    """Return our object for Megatron's reduce-scatter of gradients with sums in fp32, as a list of one."""
+    return [megatron_functions.ReduceScatterWithFP32Accumulation(theirs)]
 
 
 def _cross_entropy(theirs: Any) -> Sequence[Any]:

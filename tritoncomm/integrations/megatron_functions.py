@@ -1,4 +1,4 @@
-"""Replacements of Megatron-core's linear layers, of its overwriting all-reduces and of its cross entropy.
+"""Replacements of Megatron-core's linear layers, overwriting all-reduces, cross entropy and fp32 sum of gradients.
 
 Megatron's column-parallel linear calls torch.distributed itself. Here it is one autograd function whose collectives run
 while the products do: backward starts the all-gather of the input before the product for the input's gradient, and the
@@ -12,14 +12,15 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.compiler import is_compiling
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 from torch.nn import Parameter
 
 from tritoncomm import mappings
-from tritoncomm.core import backend, eager, ops
+from tritoncomm.core import backend, eager, ops, wire_sum
 from tritoncomm.core.autograd import direct
 from tritoncomm.core.call import enter
 from tritoncomm.core.plan import cached_all_gather, located
@@ -28,6 +29,7 @@ from tritoncomm.mappings.tensor_parallel import copy_to, reduce_from
 
 __all__ = [
     "FrozenLinear",
+    "ReduceScatterWithFP32Accumulation",
     "TrainedLinear",
     "VocabParallelCrossEntropy",
     "copy_to_tensor_model_parallel_region",
@@ -500,3 +502,49 @@ class VocabParallelCrossEntropy:
         smoothing = label_smoothing * classes / (classes - 1) if label_smoothing else 0.0
         # Without class weights. Targets of -100 are ignored; [1] is the divisor of a mean.
         return self._rows(logits, target, None, bounds, classes, -100, smoothing, group)[0]
+
+
+class ReduceScatterWithFP32Accumulation:
+    """Reduce-scatter with the arguments of Megatron's ``reduce_scatter_with_fp32_accumulation``.
+
+    The exchange is Megatron's. What arrives is summed in fp32, in rank order, and rounded into the output in one pass;
+    Megatron writes the sum in fp32 first. Tensors that are not contiguous or not in 16 bits stay Megatron's.
+    """
+
+    def __init__(self, theirs: Any) -> None:
+        self._theirs = theirs
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        op: Any,
+        group: ProcessGroup | None,
+        async_op: bool,
+        all_to_all_output_tensor: Tensor | None = None,
+    ) -> Any:
+        """Sum shards into ``output_tensor``, which may lie in the input; with ``async_op`` return a handle to wait on.
+
+        Args:
+            all_to_all_output_tensor: as large as the input, for what arrives; new memory by default.
+        """
+        assert op == ReduceOp.SUM
+        ranks = dist.group.WORLD if group is None else group
+        assert ranks is not None
+        assert input_tensor.numel() % ranks.size() == 0
+        scratch = all_to_all_output_tensor
+        tensors = output_tensor, input_tensor, *(() if scratch is None else (scratch,))
+        if input_tensor.dtype not in wire_sum.WIRES or not all(x.is_contiguous() for x in tensors):
+            more = {} if scratch is None else {"all_to_all_output_tensor": scratch}
+            return self._theirs(output_tensor, input_tensor, op, group, async_op, **more)
+        name, asked = "reduce_scatter_with_fp32_accumulation", (input_tensor.dtype, None, "flat")
+        if scratch is not None and (scratch.dtype, scratch.shape) != (input_tensor.dtype, input_tensor.shape):
+            raise ArgumentError(f"{name}: all_to_all_output_tensor must be like the input, not {list(scratch.shape)}")
+        _, handle = wire_sum.reduce_scatter(
+            input_tensor.view(-1), 0, ranks, None, name, asked, asynchronous=True, out=output_tensor.view(-1),
+            scratch=None if scratch is None else scratch.view(-1),
+        )  # fmt: skip
+        if async_op:
+            return handle
+        handle.wait()
+        return None

@@ -1,0 +1,171 @@
+"""FSDP2 (``torch.distributed.fsdp.fully_shard``) whose 16-bit gradients travel as they are, and are summed in fp32.
+
+With ``reduce_dtype=torch.float32`` FSDP2 copies bf16 gradients into an fp32 buffer, and sends that. Here the buffer is
+sent in bf16, half of the bytes of each reduce-scatter, and every value of the sum is the same. docs/sums.md has the
+arithmetic, and where an exact fp32 reduce-scatter is the better choice.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.fsdp import FSDPModule
+
+from tritoncomm import collective
+from tritoncomm.core.node_exchange import Levels
+from tritoncomm.core.wire_sum import checked_wire
+from tritoncomm.errors import ArgumentError, UnsupportedError
+
+__all__ = ["restore", "use"]
+
+
+class _Options(NamedTuple):
+    """Arguments of ``use``."""
+
+    wire: torch.dtype
+    wire_between: torch.dtype | None
+    exchange: Levels | None
+    round_accumulated: bool
+
+
+class _ReduceScatter:
+    """FSDP2's ``ReduceScatter`` over a 16-bit wire.
+
+    Attributes:
+        before: the one that it replaces.
+        of: parameter group whose gradients it sums.
+        is_accumulated: a backward since the last call has added to gradients in fp32 without reducing them.
+    """
+
+    def __init__(self, before: Any, of: Any, options: _Options) -> None:
+        self.before, self.of, self.options, self.is_accumulated = before, of, options, False
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate a buffer as before."""
+        return self.before.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        wire, wire_between, exchange, round_accumulated = self.options
+        is_accumulated, self.is_accumulated = self.is_accumulated, False
+        computed = self.of.mp_policy.param_dtype or self.of._orig_dtype  # may have changed: FSDP2 looks at it late, too
+        if computed is not wire or (is_accumulated and not round_accumulated):
+            return self.before(output_tensor, input_tensor, group, op, async_op)
+        op, scale = _op_and_scale(op)
+        result = collective.reduce_scatter(
+            input_tensor, 0, group, op, async_op, wire=wire, wire_between=wire_between, exchange=exchange, scale=scale,
+            out=output_tensor,
+        )  # fmt: skip
+        return result[1] if async_op else None
+
+
+def _op_and_scale(op: Any) -> tuple[Any, float | None]:
+    """Return an op as SUM or AVG, and the factor of PREMUL_SUM, which FSDP2 takes for a divide factor of one's own."""
+    if op != ReduceOp.PREMUL_SUM:
+        return op, None
+    return ReduceOp.SUM, float(op.__getstate__()[1])  # its state is the only place that shows the factor
+
+
+def use(
+    model: nn.Module,
+    *,
+    wire: torch.dtype = torch.bfloat16,
+    wire_between: torch.dtype | None = None,
+    exchange: Levels | None = None,
+    round_accumulated: bool = False,
+) -> None:
+    """Let every FSDP module of ``model`` reduce-scatter its gradients over a 16-bit wire.
+
+    A gradient is ``round((g of rank 0 + g of rank 1 + ...) * scale)`` in fp32 and in rank order, as if fp32 had been
+    sent. The all-reduce of HSDP stays as it is. All ranks call it with the same arguments; a second call replaces the
+    arguments of the first.
+
+    Gradients that were accumulated without synchronisation (``set_requires_gradient_sync(False)``) are sums in fp32.
+    They travel in fp32, by the reduce-scatter that was there before, unless ``round_accumulated``.
+
+    Args:
+        model: after ``fully_shard``, the same modules on every rank.
+        wire: dtype of the gradients, what travels.
+        wire_between, exchange: see ``collective.reduce_scatter``.
+        round_accumulated: round gradients that were accumulated in fp32 to ``wire``, once.
+
+    Raises:
+        ArgumentError: no FSDP2 module; a wire of another dtype.
+        UnsupportedError: a module, by name, whose gradients are not of the dtype ``wire`` or not summed in fp32, or
+            with several parameter groups; more than one node without ``exchange``.
+    """
+    name = "fsdp2.use"
+    options = _Options(wire, wire_between, exchange, round_accumulated)
+    found = list(_parameter_groups(model, name))
+    if not found:
+        raise ArgumentError(f"{name}: no FSDP2 module has parameters of its own; call fully_shard first")
+    for label, _, group in found:
+        _check(label, group, options, name)
+    for _, module, group in found:
+        comm = group._reduce_scatter_comm
+        if isinstance(comm, _ReduceScatter):
+            comm.options = options
+            continue
+        ours: Any = _ReduceScatter(comm, group, options)
+        module.set_custom_reduce_scatter(ours)
+        _watch(group, ours)
+
+
+def restore(model: nn.Module) -> None:
+    """Give every FSDP module of ``model`` the reduce-scatter that it had before ``use``; without one, do nothing."""
+    for _, module, group in _parameter_groups(model, "fsdp2.restore"):
+        comm = group._reduce_scatter_comm
+        if isinstance(comm, _ReduceScatter):
+            module.set_custom_reduce_scatter(comm.before)
+            del group.post_backward
+
+
+# TODO: parameter groups are private in torch 2.11 to 2.13, and nothing public says what a policy or a comm is.
+def _parameter_groups(model: nn.Module, name: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, FSDP module, its parameter group) of every one with parameters of its own."""
+    for path, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        label = f"{name}: module {path or 'model'!r} ({type(module).__name__})"
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch 2.11 has one at most
+            groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+        if len(groups) > 1:
+            raise UnsupportedError(f"{label} has {len(groups)} parameter groups, for which FSDP2 takes no custom sum")
+        for group in groups:
+            yield label, module, group
+
+
+def _check(label: str, group: Any, options: _Options, name: str) -> None:
+    """Reject a parameter group whose gradients do not have the wire's dtype, or are not summed in fp32."""
+    if group.mesh_info.shard_mesh_dim is None:
+        raise UnsupportedError(f"{label} replicates its parameters, and has no reduce-scatter")
+    policy, trained = group.mp_policy, [each.sharded_param for each in group.fsdp_params]
+    computed = {policy.param_dtype or parameter.dtype for parameter in trained if parameter.requires_grad}
+    if not computed <= {options.wire} or policy.reduce_dtype is not torch.float32:
+        raise UnsupportedError(
+            f"{label} has gradients in {', '.join(sorted(map(str, computed)))}, summed in "
+            f"{policy.reduce_dtype or 'the same dtype'}: a wire in {options.wire} needs "
+            f"MixedPrecisionPolicy(param_dtype={options.wire}, reduce_dtype=torch.float32)"
+        )
+    checked_wire((options.wire, options.wire_between, options.exchange), group._reduce_scatter_process_group, name)
+
+
+def _watch(group: Any, comm: _ReduceScatter) -> None:
+    """Tell ``comm`` of every backward that leaves gradients in fp32 instead of reducing them."""
+    post_backward = group.post_backward
+
+    # Every rank comes through here in every backward, whether its parameters had gradients or not, so all ranks decide
+    # alike. Values would not do: one rank's accumulated gradients may happen to be exact in 16 bits.
+    # TODO: delete when FSDP2 tells its ReduceScatter the dtype of the gradients in the buffer (torch 2.13 does not).
+    @wraps(post_backward)
+    def call(*unused: Any) -> None:
+        comm.is_accumulated = comm.is_accumulated or not group.reduce_grads
+        post_backward(*unused)
+
+    group.post_backward = call
