@@ -31,7 +31,7 @@ SITE := $(VENV)/.site
 MEGATRON := $(lastword $(megatrons))
 endif
 
-.PHONY: help demo test test-quick test-all test-megatron test-models test-matrix test-world test-oldest test-newest programs docs docs-site dist check faults soak fuzz mutations bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
+.PHONY: help demo test test-quick test-verify test-all test-megatron test-models test-matrix test-world test-oldest test-newest programs docs docs-site dist check faults soak fuzz mutations bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
 
 help:  ## lists the targets
 	@sed -n 's/^\([a-z][a-z -]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r names text; do \
@@ -87,6 +87,9 @@ test-world: $(if $(PYTHON),,.venv-world/.ready $(MEGATRON:%=.megatron/%))  ## ru
 QUICK := core mappings p2p reshard tensor debug cli kernels test_collective.py test_groups.py test_imports.py test_ulysses.py
 test-quick: $(READY)  ## runs the tests of the library without its peers
 	$(PY) -m pytest -m "not slow" -q $(WORKERS) $(QUICK:%=tests/%)
+
+test-verify: $(READY) $(PEERS)  ## tests `tritoncomm verify` with all faults
+	$(PY) -m pytest tests/test_verify.py -q $(WORKERS)
 
 test-all: $(READY) $(PEERS)  ## runs all tests
 	$(PY) -m pytest -q

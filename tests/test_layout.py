@@ -27,7 +27,7 @@ LAYERS = [
     ["reshard"],
     ["p2p", "tensor", "parallel", "ulysses"],
     ["integrations"],
-    ["explain", "tune", "doctor"],
+    ["explain", "tune", "doctor", "verify"],
     ["__init__"],
     ["demo"],
     ["cli", "__main__"],

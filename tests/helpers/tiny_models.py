@@ -4,48 +4,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tritoncomm.verify.transformers_models import classes, small
 
 __all__ = ["NOT_RUN", "names", "tiny"]
 
-LAYERS, HEADS = 4, 4
 PARAMETERS = 20_000_000
-
-
-# A config gets those of these that it has a field for, unless the field is None by default: that turns a part off.
-_COMMON: dict[str, Any] = {
-    **dict.fromkeys(["vocab_size", "unpadded_vocab_size"], 96),
-    **dict.fromkeys(["hidden_size", "n_embd", "d_model", "lru_width", "word_embed_proj_dim", "conv_dim"], 64),
-    **dict.fromkeys(["intermediate_size", "n_inner", "ffn_dim", "block_ff_dim"], 64),
-    **dict.fromkeys(["encoder_ffn_dim", "decoder_ffn_dim"], 64),
-    **dict.fromkeys(["moe_intermediate_size", "ffn_hidden_size", "expert_ffn_hidden_size"], 32),
-    **dict.fromkeys(["shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"], 32),
-    "shared_intermediate_size": 32,
-    **dict.fromkeys(["num_hidden_layers", "n_layer", "num_layers", "n_layers"], LAYERS),
-    **dict.fromkeys(["encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"], LAYERS),
-    **dict.fromkeys(["num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"], HEADS),
-    **dict.fromkeys(["encoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"], HEADS),
-    **dict.fromkeys(["head_dim", "rotary_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"], 16),
-    **dict.fromkeys(["q_lora_rank", "kv_lora_rank", "index_head_dim"], 32),
-    "index_n_heads": 4,
-    "index_topk": 4,  # fewer than the tokens, or the sparse attention would see them all
-    **dict.fromkeys(["sliding_window", "attention_chunk_size"], 8),  # half of the tokens
-    **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 4),
-    "num_experts_per_tok": 2,
-    **dict.fromkeys(["n_group", "topk_group", "first_k_dense_replace"], 1),
-    **dict.fromkeys(["linear_key_head_dim", "linear_value_head_dim"], 16),
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    **dict.fromkeys(["mamba_d_head", "mamba_head_dim", "mamba_d_state", "ssm_state_size"], 16),
-    **dict.fromkeys(["mamba_n_heads", "mamba_num_heads"], 8),
-    **dict.fromkeys(["n_groups", "mamba_n_groups"], 1),
-    "mamba_expand": 2,
-    **dict.fromkeys(["max_position_embeddings", "n_positions"], 128),
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 # What the config of one kind gets besides, or instead: to build at all, to be small, or to have every kind of layer. A
@@ -156,43 +121,12 @@ def names() -> list[str]:
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def _settings(config_class: type[PreTrainedConfig], own: dict[str, Any], kv_heads: int) -> dict[str, Any]:
-    """Return the arguments that make a config tiny: the common ones that it has, then its own."""
-    defaults = vars(config_class())
-    if defaults.get("kv_lora_rank"):
-        kv_heads = HEADS  # the low rank is expanded to a key and a value for every query head
-    shared = dict.fromkeys(["num_key_value_heads", "kv_n_heads", "num_attention_groups"], kv_heads)
-    renamed = config_class.attribute_map
-    # Where one field stands for the heads of both kinds, as in Whisper, it is for those of the queries: they come last.
-    settings = {renamed.get(key, key): value for key, value in (shared | _COMMON).items()}
-    settings = {
-        key: value
-        for key, value in settings.items()
-        if key in defaults and (defaults[key] is not None or key == "num_key_value_heads")
-    }
-    types = renamed.get("layer_types", "layer_types")
-    if kinds := list(dict.fromkeys(defaults.get(types) or [])):
-        settings[types] = (kinds * LAYERS)[: max(LAYERS, len(kinds))]
-        settings[renamed.get("num_hidden_layers", "num_hidden_layers")] = len(settings[types])
-    for key, value in own.items():
-        inner = config_class.sub_configs.get(key)
-        settings[key] = inner(**_settings(inner, value, kv_heads)) if inner else value
-    return settings
-
-
-def _classes(name: str) -> tuple[type[PreTrainedConfig], type[nn.Module]]:
-    """Return the config and the model of a kind: those of the text alone where it reads more."""
-    config_class = CONFIG_MAPPING[name]
-    text_class = type(config_class().get_text_config(decoder=True))
-    return text_class, MODEL_FOR_CAUSAL_LM_MAPPING.get(text_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class])
-
-
 def tiny(name: str, seed: int = 0, kv_heads: int = 2) -> nn.Module:
     """Build a tiny float32 model of a kind, in eval mode on the CPU; `seed` draws its weights."""
     if name in NOT_RUN:
         raise ValueError(f"{name} does not run: {NOT_RUN[name]}")
-    config_class, model_class = _classes(name)
-    config = config_class(**_settings(config_class, _OWN.get(config_class.model_type, {}), kv_heads))
+    config_class, model_class = classes(name)
+    config = config_class(**small(config_class, _OWN.get(config_class.model_type, {}), kv_heads))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         with torch.device("meta"):  # takes no memory, however much a setting missed above would

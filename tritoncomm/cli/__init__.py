@@ -13,7 +13,7 @@ except ImportError as error:
 from tritoncomm_kernels import installed_triton
 
 from tritoncomm import __version__, launchers
-from tritoncomm.cli import demo, doctor, plan, trace, tune
+from tritoncomm.cli import demo, doctor, plan, trace, tune, verify
 from tritoncomm.cli._console import refuse, say, terminal, unwrapped
 from tritoncomm.errors import GroupError
 
@@ -70,6 +70,7 @@ for _command, _epilog in (
     (plan.plan, plan.EPILOG),
     (doctor.doctor, doctor.EPILOG),
     (trace.trace, trace.EPILOG),
+    (verify.verify, verify.EPILOG),
 ):
     app.command(help=unwrapped(_command.__doc__), epilog=_epilog)(_command)
 

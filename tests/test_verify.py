@@ -1,0 +1,297 @@
+"""`tritoncomm.verify`: right programs are equal, and of wrong ones the first wrong module is named."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import without_launcher
+from pool import Pool
+from torch.distributed import ProcessGroup
+from typer.testing import CliRunner
+from verify_cases import BUILDS, FAULTS
+
+from tritoncomm import cli, verify
+from tritoncomm.demo.plain_model import PlainTransformer
+from tritoncomm.demo.settings import Settings
+from tritoncomm.errors import MismatchError
+from tritoncomm.verify.relations import difference, find, is_telling
+
+ROOT = Path(__file__).parents[1]
+
+
+def report_of(group: ProcessGroup, model: str, fault: str) -> verify.Report:
+    """The report on a model with a fault, or none."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(0)
+        alone = BUILDS[model](0, 1, None, None)
+        verify.draw(alone.model)
+        state = {name: x.clone() for name, x in alone.model.state_dict().items()}
+        whole = verify.record(alone)
+        torch.manual_seed(0)
+        mine = verify.record(BUILDS[model](group.rank(), group.size(), group, state, fault))
+        return verify.compare(whole, mine, group)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def run_cases(group: ProcessGroup, cases: list[tuple[str, str]]) -> list[verify.Report]:
+    return [report_of(group, *case) for case in cases]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_right_programs(pool: Pool, world: int) -> None:
+    for every in pool.run(run_cases, [(name, "") for name in BUILDS], world=world):
+        for report in every:
+            assert report.equal, str(report)
+            assert report.counts["compared"] > 60
+            assert report.counts["ambiguous"] <= 1
+
+
+EVERY = [(model, fault) for fault, (models, _) in FAULTS.items() for model in models]
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [(2, EVERY[::5]), pytest.param(2, EVERY, marks=pytest.mark.slow), pytest.param(4, EVERY, marks=pytest.mark.slow)],
+    ids=["a fifth", "2 ranks", "4 ranks"],
+)
+def test_faults_are_named(pool: Pool, world: int, cases: list[tuple[str, str]]) -> None:
+    ranks = pool.run(run_cases, cases, world=world, timeout=300)
+    assert all(each == ranks[0] for each in ranks)
+    wrong = []
+    for (model, fault), report in zip(cases, ranks[0], strict=True):
+        models, words = FAULTS[fault]
+        if report.equal or report.first != models[model] or words not in str(report):
+            wrong.append(f"{model}, {fault}: {report.first}\n{report}")
+    assert not wrong, "\n\n".join(wrong)
+
+
+def relations(whole: torch.Tensor) -> list[verify.Relation]:
+    """Relations of four ranks to a tensor ``[8, 12, 6]``."""
+    of = verify.Relation
+    return [
+        of.equal(), of.chunk(0, 4), of.chunk(1, 4), of.chunk(0, 2), of.chunk(0, 2, 2), of.chunk(2, 2, 1),
+        of(((0, 2, 1), (1, 2, 2))), of(((0, 2, 2), (1, 2, 1))), of.mirrored(0, 4), of.mirrored(1, 2),
+        of.fused(1, 4, (4, 4, 4)), of.fused(1, 2, (4, 4, 4)), of.fused(1, 2, (6, 6)), of.chunk(1, 4, 1, (1, 6, 2, 3)),
+        of.addends(4), of.addends(2), of.addends(2, 2), of(((1, 2, 1),), summed=(2, 2)),
+        of(((0, 2, 2),), summed=(2, 1)),
+        of(((1, 4, 1),), view="transposed"), of(view="transposed"), of(((0, 4, 1),), view="flat"),
+    ]  # fmt: skip
+
+
+def held(relation: verify.Relation, whole: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    """What ranks hold by a relation; addends are random."""
+    viewed = {"": whole, "transposed": whole.transpose(0, 1), "flat": whole.flatten(0, 1)}[relation.view]
+    parts = []
+    for k in range(ranks):
+        part = relation.of(viewed, k)
+        assert part is not None
+        parts.append(part.clone())
+    count, step = relation.summed
+    for k in range(ranks):
+        place = k // step % count
+        if count > 1 and place < count - 1:
+            addend = torch.randn(parts[k].shape, dtype=whole.dtype)
+            last = k + (count - 1 - place) * step
+            parts[last] = parts[last] - addend
+            parts[k] = addend
+    return parts
+
+
+def test_a_relation_is_found_by_its_values() -> None:
+    torch.manual_seed(0)
+    whole = torch.randn(8, 12, 6, dtype=torch.float64)
+    for relation in relations(whole):
+        parts = held(relation, whole, 4)
+        found = find(whole, parts, 1e-12)
+        assert found.relation is not None, relation
+        again = held(found.relation, whole, 4) if not relation.is_partial else parts
+        assert all(map(torch.equal, parts, again)), (relation, found.relation)
+        assert found.relation.summed == relation.summed, relation
+        wrong = [x.contiguous().clone() for x in parts]
+        wrong[1][(0,) * wrong[1].dim()] += 1e-6
+        assert find(whole, wrong, 1e-12).relation is None, relation
+
+
+def test_what_is_constant_proves_nothing() -> None:
+    assert not is_telling(torch.zeros(3))
+    assert not is_telling(torch.ones(2, 2))
+    assert not is_telling(torch.zeros(()))
+    assert not is_telling(torch.empty(0))
+    assert is_telling(torch.tensor([1.0, 2.0]))
+    assert is_telling(torch.tensor(0.5))
+
+
+def test_differences_see_what_is_no_number() -> None:
+    nan, inf = float("nan"), float("inf")
+    assert difference(torch.tensor([nan, 1.0, inf]), torch.tensor([nan, 1.5, inf])) == 0.5
+    assert difference(torch.tensor([nan]), torch.tensor([1.0])) == inf
+    assert difference(torch.tensor([inf]), torch.tensor([-inf])) == inf
+
+
+def alone(model: torch.nn.Module, x: torch.Tensor, **options: object) -> verify.Recording:
+    return verify.record(verify.Case(model, lambda: model(x).square().sum(), **options))  # type: ignore[arg-type]
+
+
+def test_names_of_another_program() -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()).double(), torch.randn(2, 4).double()
+    whole = alone(model, x)
+    stage = torch.nn.ModuleDict({"front": model[0], "back": model[1]})
+
+    def run() -> torch.Tensor:
+        return stage["back"](stage["front"](x)).square().sum()
+
+    names = {"front.weight": "0.weight", "front.bias": "0.bias", "back": "1"}
+    renamed = verify.record(verify.Case(stage, run, rename=names))
+    assert {call.name for call in renamed.calls} == {"0", "1"}
+    report = verify.compare(whole, [renamed])
+    assert report.equal, str(report)
+    assert report.counts["alone"] == 1, "the sequence itself has no partner"
+    pattern = verify.record(
+        verify.Case(stage, run, rename=lambda name: name.replace("front", "0").replace("back", "1"))
+    )
+    assert verify.compare(whole, [pattern]).equal
+    skipped = verify.record(verify.Case(stage, run, rename=lambda name: None))
+    report = verify.compare(whole, [skipped])
+    assert not report.equal
+    assert "nothing was compared" in report.problem
+
+
+def test_other_weights_are_not_comparable() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 4)
+    a, b = (torch.nn.Linear(4, 4) for _ in range(2))
+    report = verify.compare(alone(a, x), [alone(b, x)])
+    assert not report.equal
+    assert report.problem == "not comparable: the runs do not start from the same weights"
+    with pytest.raises(MismatchError, match="do not start from the same weights"):
+        report.raise_if_different()
+    verify.compare(alone(a, x), [alone(a, x)]).raise_if_different()
+
+
+def test_what_is_recorded_can_be_chosen_and_kept(tmp_path: Path) -> None:
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4)), torch.randn(2, 4)
+    case = verify.Case(model, lambda: model(x).sum())
+    assert {call.name for call in verify.record(case, only=["?"], skip=["1"]).calls} == {"0", "2"}
+    kept = verify.record(case, to=tmp_path / "whole.recording")
+    loaded = verify.Recording.load(tmp_path / "whole.recording")
+    assert [call.name for call in loaded.calls] == ["0", "1", "2", ""]
+    assert verify.compare(loaded, [kept]).equal
+    assert not model[0]._forward_hooks
+    assert not model[0]._forward_pre_hooks
+
+
+def test_values_are_drawn_and_noise_is_named() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Dropout(0.25))
+    model[0].attention_dropout = 0.5  # type: ignore[assignment]
+    verify.draw(model)
+    assert all(len(p.detach().flatten().unique()) == p.numel() for p in model.parameters())
+    assert bool((model[1].weight > 0).all())
+    assert sorted(verify.without_noise(model)) == ["0.attention_dropout = 0.5", "2.p = 0.25"]
+    assert verify.without_noise(model) == []
+
+
+CASE = """
+import torch
+from tritoncomm import verify
+
+def build(rank, world, group, whole):
+    model = torch.nn.Linear(4, 4)
+    if whole is not None:
+        model.load_state_dict(whole)
+    {fault}
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    def step():
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+    return verify.Case(model, step)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "text"),
+    [
+        pytest.param("", 0, "all equal", marks=pytest.mark.slow),
+        ("if world > 1: model.bias.data += rank", 1, "only rank 1 differs"),
+        ("if rank == 1: raise ValueError('no such layer')", 2, "ValueError: no such layer"),
+        pytest.param(
+            "if world > 1: model.reset_parameters()", 2, "do not start from the same weights", marks=pytest.mark.slow
+        ),
+        pytest.param("return None", 2, "has to return a verify.Case", marks=pytest.mark.slow),
+    ],
+    ids=["equal", "differs", "raises", "other weights", "no case"],
+)
+def test_the_command(tmp_path: Path, fault: str, code: int, text: str) -> None:
+    (path := tmp_path / "case.py").write_text(CASE.format(fault=fault))
+    done = command(f"{path}:build")
+    assert done.returncode == code, done.stdout + done.stderr
+    assert text in done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count("Traceback") <= 1
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    variables = without_launcher(os.environ) | {"COLUMNS": "80", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+    arguments = (sys.executable, "-m", "tritoncomm", "verify", *arguments)
+    return subprocess.run(arguments, env=variables, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nothing.py:build"], "no file nothing.py"),
+        (["model"], "expected FILE.py:function"),
+        (["transformers"], "transformers MODEL"),
+        (["transformers", "no_such_model"], "no model type"),
+        (["x.py:build", "--dtype", "int8"], "dtype must be one of"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], text: str) -> None:
+    result = CliRunner().invoke(cli.app, ["verify", *arguments])
+    assert result.exit_code == 3, result.output
+    assert text in " ".join(result.output.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("llama", "float64"), ("qwen3_moe", "float64"), ("gemma3_text", "bfloat16")]
+)
+def test_models_of_transformers(kind: str, dtype: str) -> None:
+    pytest.importorskip("transformers")
+    done = command("transformers", kind, "--dtype", dtype)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all equal" in done.stdout
+
+
+def test_a_step_is_recorded_in_four_times_its_time() -> None:
+    """The demo's model; and 1,000 modules are compared within ten seconds."""
+    settings = Settings(layers=2, hidden=64, sequence=64, batch=4)
+    model, numbers = PlainTransformer(settings), torch.randint(256, (64, 4))
+
+    def step() -> torch.Tensor:
+        loss = model(numbers, numbers)
+        loss.backward()
+        return loss
+
+    case = verify.Case(model, step)
+    verify.record(case)
+    pairs = []
+    for _ in range(5):
+        started = time.perf_counter()
+        step()
+        between = time.perf_counter()
+        verify.record(case)
+        pairs.append((time.perf_counter() - between) / (between - started))
+    assert min(pairs) <= 4
+    many = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(1000))).double()
+    recording = verify.record(verify.Case(many, lambda: many(torch.ones(2, 8).double()).sum()))
+    started = time.perf_counter()
+    assert verify.compare(recording, [recording, recording]).equal
+    assert time.perf_counter() - started < 10

@@ -1,0 +1,289 @@
+"""How the ranks' tensors are parts of a whole one: found by comparing values, not declared.
+
+``whole`` is the tensor of the run in one process, ``parts`` those of the ranks that have it, in rank order. A relation
+says for the k-th of them which values it has. Ranks may form a mesh: along one of its dims they hold chunks, along
+another the same values, or addends.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Found", "Relation", "find", "is_telling"]
+
+_MOST_RATIO = 16  # of query to key heads, of a fused projection
+
+
+@dataclass(frozen=True)
+class Relation:
+    """What each rank holds of a tensor; made by ``equal``, ``chunk``, ``mirrored``, ``fused`` or ``addends``.
+
+    Attributes:
+        splits: (dim, chunks, step) of every split dim: the k-th rank holds chunk ``(k // step) % chunks`` of it.
+        sizes: of the chunks of the one split dim, where they are not those of ``torch.chunk``.
+        is_mirrored: chunk i of n is chunk i of 2n and the one as far from the end, as in balanced causal attention.
+        sections: sizes of the parts of a fused tensor along the split dim, each of which is split.
+        summed: (ranks, step) of the ranks whose tensors have to be added up; (1, 1) for none.
+        is_mean: the whole value is their mean, not their sum.
+        view: of the whole tensor that the ranks hold parts of: "", "transposed", "flat" or "unflat".
+    """
+
+    splits: tuple[tuple[int, int, int], ...] = ()
+    sizes: tuple[int, ...] = ()
+    is_mirrored: bool = False
+    sections: tuple[int, ...] = ()
+    summed: tuple[int, int] = (1, 1)
+    is_mean: bool = False
+    view: str = ""
+
+    @classmethod
+    def equal(cls) -> "Relation":
+        """Every rank holds the whole tensor."""
+        return cls()
+
+    @classmethod
+    def chunk(cls, dim: int, chunks: int, step: int = 1, sizes: Sequence[int] = ()) -> "Relation":
+        """The k-th rank holds chunk ``(k // step) % chunks`` of ``dim``, which counts from the front."""
+        return cls(((dim, chunks, step),), tuple(sizes))
+
+    @classmethod
+    def mirrored(cls, dim: int, chunks: int, step: int = 1) -> "Relation":
+        """A rank holds two of twice as many chunks: one, and the one as far from the end."""
+        return cls(((dim, chunks, step),), is_mirrored=True)
+
+    @classmethod
+    def fused(cls, dim: int, chunks: int, sections: Sequence[int], step: int = 1) -> "Relation":
+        """The tensor is sections one after the other along ``dim`` (query, key, value), and each is split."""
+        return cls(((dim, chunks, step),), sections=tuple(sections))
+
+    @classmethod
+    def addends(cls, ranks: int, step: int = 1) -> "Relation":
+        """The tensors of ``ranks`` ranks, ``step`` apart, add up to the whole one."""
+        return cls(summed=(ranks, step))
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether ranks hold addends."""
+        return self.summed[0] > 1
+
+    def __str__(self) -> str:
+        words = [f"{chunks} chunks along dim {dim}" for dim, chunks, _ in self.splits]
+        if self.is_mirrored:
+            words[0] = "two mirrored " + words[0].removeprefix(f"{self.splits[0][1]} ")
+        if self.sections:
+            words[0] = f"{len(self.sections)} fused parts, each in " + words[0]
+        if self.is_partial:
+            words.append(f"{'a mean' if self.is_mean else 'addends'} of {self.summed[0]} ranks")
+        if self.view:
+            words.append(
+                {"transposed": "dims 0 and 1 swapped", "flat": "dims 0 and 1 as one"}.get(self.view, "dim 0 as two")
+            )
+        return ", ".join(words) or "equal"
+
+    def of(self, whole: Tensor, k: int) -> Tensor | None:
+        """Return what the k-th rank holds of a whole tensor, or has an addend of; None if it cannot."""
+        x = whole
+        for dim, chunks, step in self.splits:
+            i = k // step % chunks
+            if dim >= x.dim():
+                return None
+            if self.sections:
+                if sum(self.sections) != x.shape[dim]:
+                    return None
+                parts = [section.chunk(chunks, dim) for section in x.split(self.sections, dim)]
+                if any(len(each) != chunks for each in parts):
+                    return None
+                x = torch.cat([each[i] for each in parts], dim)
+            elif self.is_mirrored:
+                pieces = x.chunk(2 * chunks, dim)
+                if len(pieces) != 2 * chunks:
+                    return None
+                x = torch.cat([pieces[i], pieces[2 * chunks - 1 - i]], dim)
+            elif self.sizes:
+                x = x.split(self.sizes, dim)[i]
+            else:
+                pieces = x.chunk(chunks, dim)
+                x = pieces[i] if i < len(pieces) else x.narrow(dim, x.shape[dim], 0)
+        return x
+
+
+class Found(NamedTuple):
+    """Result of a search.
+
+    Attributes:
+        relation: the first that fits, of values that differ the only one but by chance; None if none does.
+        error: largest absolute difference to it, or to the nearest relation by shapes.
+        nearest: the relation whose difference is smallest, if none fits.
+    """
+
+    relation: Relation | None
+    error: float
+    nearest: Relation | None = None
+
+
+def is_telling(whole: Tensor) -> bool:
+    """Whether a tensor has different values, so that a relation that fits says something."""
+    if whole.numel() < 2:
+        return bool(whole.numel()) and bool((whole != 0).all())
+    return bool(whole.amax() > whole.amin())
+
+
+def find(
+    whole: Tensor, parts: Sequence[Tensor], bound: float, allow_sums: bool = True, known: Relation | None = None
+) -> Found:
+    """Find the relation of ranks' tensors to the whole one, all floating point in one dtype.
+
+    Args:
+        bound: largest difference of an element.
+        allow_sums: whether ranks may hold addends.
+        known: a relation that is declared; no other is tried.
+    """
+    whole, nearest, least = _expanded(whole, parts), None, math.inf
+    for relation in [known] if known is not None else candidates(whole, parts, allow_sums):
+        error = _error(relation, whole, parts, bound)
+        if error <= bound:
+            return Found(relation, error)
+        if error < least:
+            nearest, least = relation, error
+    return Found(None, least, nearest)
+
+
+def _expanded(whole: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """Return a tensor with dims of size 1 repeated where every rank has as many equal values: rotary tables, masks."""
+    sizes = list(whole.shape)
+    if any(x.dim() != whole.dim() for x in parts):
+        return whole
+    for dim, size in enumerate(sizes):
+        held = {x.shape[dim] for x in parts}
+        if size == 1 and len(held) == 1:
+            sizes[dim] = held.pop()
+    return whole.expand(sizes)
+
+
+def _error(relation: Relation, whole: Tensor, parts: Sequence[Tensor], bound: float) -> float:
+    """Return the largest difference of the ranks' tensors to what the relation says, or the first that is too large."""
+    viewed = _view(whole, relation.view, parts[0].dim())
+    if viewed is None:
+        return math.inf
+    held = _summed(parts, relation) if relation.is_partial else parts
+    if held is None:
+        return math.inf
+    worst = 0.0
+    for k, x in enumerate(held):
+        expected = relation.of(viewed, k)
+        if expected is None or expected.shape != x.shape:
+            return math.inf
+        worst = max(worst, difference(x, expected))
+        if worst > 64 * bound and worst > 1e-3:
+            return worst
+    return worst
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """Return the largest absolute difference; infinite where only one is infinite or no number."""
+    if not a.numel():
+        return 0.0
+    apart = (a - b).abs()
+    worst = float(apart.max())
+    if worst == worst and worst != math.inf:
+        return worst
+    same = (a == b) | (a.isnan() & b.isnan())
+    return float(apart.masked_fill(same, 0.0).nan_to_num(math.inf, math.inf).max())
+
+
+def _summed(parts: Sequence[Tensor], relation: Relation) -> list[Tensor] | None:
+    """Return for every rank the sum along the dim of the mesh that holds addends; None if the ranks hold none."""
+    count, step = relation.summed
+    result = []
+    for k in range(len(parts)):
+        first = k - k // step % count * step
+        members = [parts[first + i * step] for i in range(count)]
+        # Equal values are no addends: the ranks have a whole tensor, and this one is off by their number.
+        if any(each.shape != members[0].shape for each in members) or all(map(members[0].equal, members[1:])):
+            return None
+        total = torch.stack(members).sum(0)
+        result.append(total / count if relation.is_mean else total)
+    return result
+
+
+def _view(whole: Tensor, view: str, dims: int) -> Tensor | None:
+    """Return a view of the whole tensor; None if it has none with so many dims."""
+    if view == "":
+        return whole if whole.dim() == dims else None
+    if view == "transposed":
+        return whole.transpose(0, 1) if whole.dim() == dims >= 2 else None
+    return whole.flatten(0, 1) if whole.dim() == dims + 1 >= 2 else None
+
+
+def candidates(whole: Tensor, parts: Sequence[Tensor], allow_sums: bool) -> Iterator[Relation]:
+    """Yield relations that the shapes allow, likely ones first."""
+    count, dims = len(parts), parts[0].dim()
+    for view in ("", "transposed", "flat"):
+        viewed = _view(whole, view, dims)
+        if viewed is None or any(x.dim() != dims for x in parts):
+            continue
+        splits = list(_splits(viewed.shape, [x.shape for x in parts]))
+        yield from (replace(each, view=view) for each in splits)
+        if not allow_sums:
+            continue
+        for (ranks, step), each in itertools.product(_mesh_dims(count), splits):
+            yield replace(each, summed=(ranks, step), view=view)
+            if not dims:
+                yield replace(each, summed=(ranks, step), is_mean=True)
+
+
+def _mesh_dims(count: int) -> Iterator[tuple[int, int]]:
+    """Yield (size, step) of every dim that a mesh of ``count`` ranks may have."""
+    for size in range(count, 1, -1):
+        if count % size == 0:
+            rest = count // size
+            yield from ((size, step) for step in range(1, rest + 1) if rest % step == 0)
+
+
+def _splits(whole: Sequence[int], parts: Sequence[Sequence[int]]) -> Iterator[Relation]:
+    """Yield ways to split a shape that give the ranks' shapes."""
+    split = [dim for dim, size in enumerate(whole) if any(part[dim] != size for part in parts)]
+    if any(part[dim] > whole[dim] for part in parts for dim in split):
+        return
+    if not split:
+        yield Relation()
+        return
+    ways = [list(_of_dim(whole[dim], [part[dim] for part in parts], dim)) for dim in split]
+    for each in itertools.product(*ways):
+        if len(each) == 1:
+            yield each[0]
+        elif not any(one.sizes or one.is_mirrored or one.sections for one in each):
+            yield Relation(tuple(one.splits[0] for one in each))
+
+
+def _of_dim(size: int, sizes: Sequence[int], dim: int) -> Iterator[Relation]:
+    """Yield ways to split one dim over the ranks so that they hold these sizes."""
+    count, found = len(sizes), []
+    for chunks, step in _mesh_dims(count):
+        length = -(-size // chunks)
+        expected = [max(0, min(length, size - i * length)) for i in range(chunks)]
+        if all(sizes[k] == expected[k // step % chunks] for k in range(count)):
+            found.append((chunks, step))
+    yield from (Relation.chunk(dim, *each) for each in found)
+    if not found and sum(sizes) == size:
+        yield Relation.chunk(dim, count, 1, sizes)
+    for chunks, step in found:
+        if size % (2 * chunks) == 0:
+            yield Relation.mirrored(dim, chunks, step)
+        yield from (Relation.fused(dim, chunks, sections, step) for sections in _sections(size, chunks))
+
+
+def _sections(size: int, chunks: int) -> Iterator[tuple[int, ...]]:
+    """Yield sections of a fused dim: two or three equal ones, or queries with fewer keys and values."""
+    for parts in (3, 2):
+        if size % (parts * chunks) == 0:
+            yield (size // parts,) * parts
+    for ratio in range(2, _MOST_RATIO + 1):
+        keys, rest = divmod(size, ratio + 2)
+        if not rest and keys % chunks == 0:
+            yield (ratio * keys, keys, keys)
