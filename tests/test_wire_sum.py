@@ -1,6 +1,7 @@
 """Reduce-scatter over a 16-bit wire: bit for bit the fp32 sum in rank order of the wire's values, rounded once."""
 
 import math
+import time
 import weakref
 from itertools import product
 from typing import Any
@@ -26,7 +27,8 @@ from tritoncomm.errors import ArgumentError, MismatchError, ShapeError, Unsuppor
 def run_cases(group: ProcessGroup, cases: list[dict[str, Any]]) -> int:
     """Compare every case with the sum by hand; the number of cases."""
     world, rank = group.size(), group.rank()
-    for case in cases:
+    for i, case in enumerate(cases):
+        time.sleep(0.001 * ((3 * rank + i) % 4))  # ranks come in another order every time
         shape, dim, dtype, wire = case["shape"], case["dim"], case["dtype"], case["wire"]
         layout, result, scale = case.get("layout", "contiguous"), case.get("result"), case.get("scale")
         sizes = case.get("sizes") or (shape[dim] // world,) * world
@@ -322,7 +324,7 @@ def run_errors(group: ProcessGroup) -> None:
     for kind, text, tensor, options in bad:
         with pytest.raises(kind, match=text):
             collective.reduce_scatter(tensor, 0, group, **options)
-    for shape in ((4, 6), (1 << 11, 1 << 11)):  # of one piece, and of several: the shard itself is a place for the sum
+    for shape in ((4, 6), (1 << 10, 1 << 10)):  # of one piece, and of several: the shard itself is a place for the sum
         for dtype, asynchronous in product((torch.bfloat16, torch.float32), (False, True)):
             every = [values(each, shape, dtype) for each in range(2)]
             own = every[group.rank()].chunk(2)[group.rank()]

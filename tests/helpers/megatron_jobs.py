@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron_cpu import LENGTH, VOCABULARY, core, gpt_chunks, groups, join, on_cpu, transformer_config
 from megatron_gradients import sums_of_gradients
+from megatron_verify import verified
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -400,6 +401,7 @@ def quick(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     trained = {name: compare(name, f"{folder}/{name}", QUICK_STEPS, rank % 2) for name in halves[rank // 2]}
     if rank < 2:
         found = linear_layers(f"{folder}/linear")
+        found["verify"] = verified(f"{folder}/verify")
     trained["interleaved-4"] = compare("interleaved-4", f"{folder}/interleaved-4", QUICK_STEPS)
     found["modules"] = pipelines_of_modules(f"{folder}/modules")
     found["gradients"] = sums_of_gradients(f"{folder}/gradients")

@@ -1,10 +1,13 @@
 """Ranks in processes, eight of Gloo by default, that run many functions: ``pool.run(function, *args, world=2)``."""
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -16,12 +19,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-__all__ = ["RANK_LISTS", "Pool", "WorkerError", "strict_warnings"]
+__all__ = ["RANK_LISTS", "Pool", "WorkerError", "group_of", "mesh_of_four", "strict_warnings"]
 
 WORLD = 8
 RANK_LISTS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), tuple(range(WORLD)), (0, 2), (1, 3), (2, 3))
 START_SECONDS, GRACE_SECONDS = 90.0, 8.0
 COLLECTIVE = timedelta(seconds=40)
+TELL = signal.SIGRTMIN + 5  # a rank that gets it writes the stacks of its threads
 
 
 _OURS = "|".join(["tritoncomm", "tests", "bench", *(path.stem for path in Path(__file__).parent.glob("*.py"))])
@@ -31,6 +35,24 @@ OTHERS = f"(?!({_OURS}))"
 
 class WorkerError(AssertionError):
     """A rank failed; the message has its rank and traceback."""
+
+
+def group_of(*ranks: int) -> Any:
+    """The group of ``RANK_LISTS`` over these ranks; a group that some ranks alone make would shift torch's names."""
+    import torch.distributed as dist
+
+    groups = dist.distributed_c10d._world.pg_group_ranks
+    return next(group for group, members in groups.items() if sorted(members) == list(ranks))
+
+
+def mesh_of_four(*names: str) -> Any:
+    """The first four ranks as a mesh of two dims."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    row, column = divmod(dist.get_rank(), 2)
+    groups = [group_of(column, 2 + column), group_of(2 * row, 2 * row + 1)]
+    return DeviceMesh.from_group(groups, "cpu", mesh=[[0, 1], [2, 3]], mesh_dim_names=names)
 
 
 def strict_warnings() -> None:
@@ -69,6 +91,7 @@ class Pool:
         self._env = {"TRITON_INTERPRET": "0" if gpus else "1", **(env or {})}
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._store: Any = None
+        self._stacks = tempfile.TemporaryDirectory()
         self.started = 0
 
     def run(
@@ -111,12 +134,24 @@ class Pool:
             for rank in range(self._size):
                 ours, theirs = context.Pipe()
                 options = (self._size, self._backend, self._env, self._gpus, self._limit)
-                arguments = (rank, theirs, self._store.port, list(sys.path), *options)
+                arguments = (rank, theirs, self._store.port, list(sys.path), self._file(rank), *options)
                 process = context.Process(target=_work, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
                 self._workers.append((process, ours))
         self._collect(range(self._size), "start", START_SECONDS)
+
+    def _file(self, rank: int) -> str:
+        return f"{self._stacks.name}/{rank}"
+
+    def _stack(self, rank: int) -> str:
+        """What the threads of a rank that does not answer are in."""
+        process, file = self._workers[rank][0], Path(self._file(rank))
+        if process.pid is None or not process.is_alive() or not file.exists():
+            return ""
+        os.kill(process.pid, TELL)
+        time.sleep(0.2)
+        return file.read_text()
 
     def _collect(self, ranks: Sequence[int], what: str, timeout: float) -> list[Any]:
         results: dict[int, Any] = {}
@@ -137,7 +172,7 @@ class Pool:
                 else:
                     problems[rank] = value
                     end = min(end, time.monotonic() + GRACE_SECONDS)
-        problems |= dict.fromkeys(waiting.values(), "did not answer")
+        problems |= {rank: f"did not answer\n{self._stack(rank)}" for rank in waiting.values()}
         if problems:
             self.stop()  # the ranks no longer agree on what comes next
             alike: dict[str, list[int]] = {}
@@ -153,6 +188,7 @@ def _work(
     connection: Connection,
     port: int,
     path: list[str],
+    stacks: str,
     size: int,
     backend: str,
     env: dict[str, str],
@@ -160,6 +196,7 @@ def _work(
     limit: timedelta,
 ) -> None:
     sys.path[:] = path
+    faulthandler.register(TELL, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115  (open until the end)
     os.environ.update(env)  # the server may be another pool's
     strict_warnings()
     if gpus:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bits import bits
-from pool import Pool
+from pool import Pool, mesh_of_four
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -198,7 +198,7 @@ def test_fsdp_in_other_ways(pool: Pool) -> None:
 def run_hsdp(group: ProcessGroup) -> None:
     """Sums over the shards' group as by hand; the all-reduce over replicas is FSDP2's own."""
     rank = group.rank()
-    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    mesh = mesh_of_four("replicas", "shards")
     model = sharded(mesh)
     fsdp2.use(model)
     expected = trained_by_hand(4, 20, lambda parts: (mean(parts[:2]) + mean(parts[2:])) / 2)

@@ -132,6 +132,13 @@ def test_modules_with_pipelines_of_their_own(quick_results: list[Any]) -> None:
 
 
 @pytest.mark.timeout(600)
+def test_a_gpt_is_that_of_one_process(quick_results: list[Any]) -> None:
+    """Module by module, Megatron alone and with ours, tensor and sequence parallel."""
+    for _, found in quick_results[:2]:
+        assert found["verify"] == dict.fromkeys(["tensor", "tensor, ours", "sequence", "sequence, ours"], "")
+
+
+@pytest.mark.timeout(600)
 def test_gradients_are_summed_in_fp32_in_one_pass(quick_results: list[Any]) -> None:
     """In rank order, ten steps of Megatron's wrapper; its own sum is within a rounding of each rank's part."""
     for _, found in quick_results:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import collective
+from tritoncomm.core import backend
 from tritoncomm.errors import MismatchError
 from tritoncomm.parsing import counted
 from tritoncomm.verify.recording import ROOT, Call, Recording
@@ -84,9 +85,10 @@ def compare(whole: Recording, mine: Recording | Sequence[Recording], group: Proc
 
 def _gathered(own: bytes, group: ProcessGroup) -> list[bytes]:
     """Return the bytes of every rank."""
-    lengths = collective.all_gather(torch.tensor([len(own)]), 0, group).tolist()
-    sent = torch.frombuffer(bytearray(own or b"\0"), dtype=torch.uint8)[: len(own)]
-    parts = collective.all_gather(sent, 0, group, sizes=lengths).split(lengths)
+    device = backend.default_device(backend.cuda_backend(group))
+    lengths = collective.all_gather(torch.tensor([len(own)], device=device), 0, group).tolist()
+    sent = torch.frombuffer(bytearray(own or b"\0"), dtype=torch.uint8)[: len(own)].to(device)
+    parts = collective.all_gather(sent, 0, group, sizes=lengths).cpu().split(lengths)
     return [each.numpy().tobytes() for each in parts]
 
 
@@ -104,6 +106,8 @@ class _Comparison:
     def __init__(self, whole: Recording, ranks: list[Recording]) -> None:
         self.whole, self.ranks = whole, ranks
         self.calls = [{(call.name, call.number): call for call in each.calls} for each in ranks]
+        exact = [] if whole.exact is None else whole.exact.calls
+        self.exact = {(call.name, call.number): call for call in exact}
         self.times = [self._times(each) for each in ranks]
         self.whole_times = self._times(whole)
         self.held: dict[str, Relation] = {}  # of parameters
@@ -130,10 +134,13 @@ class _Comparison:
         self._compare_outputs()
         is_right, before = not self.problems, len(self.problems)
         self._compare_gradients()
-        if not is_right and (others := len(self.problems) - before):
+        is_something = bool(self.counts["compared"])
+        if is_right:
+            self._compare_loss()
+        elif others := len(self.problems) - before:
             # Wrong values make wrong gradients, of which no list is needed.
             self.problems[before:] = [_Problem("", f"gradients of {counted(others, 'parameter')} differ, too")]
-        if not self.counts["compared"]:
+        if not is_something:
             return Report(None, [], "not comparable: nothing was compared", self.counts)
         lines = []
         if self.problems:
@@ -248,8 +255,11 @@ class _Comparison:
             if not is_telling(whole):
                 self.counts["ambiguous"] += 1
                 continue
-            values = _wide(whole), list(map(_wide, parts)), self._bound(call, index)
+            values = _wide(whole), list(map(_wide, parts)), self._bound(call, j)
             found = find(*values, True, self._declared(call.name))
+            if found.relation is None and self._is_divided(call.name):
+                self.alone.append(call.name)
+                return "", None
             if found.relation is None:
                 return "wrong", self._blamed(call, present, pending, found, values)
             if found.relation.is_partial and not found.relation.is_mean:
@@ -261,18 +271,19 @@ class _Comparison:
             pending.clear()
         return status, None
 
-    def _bound(self, call: Call, index: int) -> float:
-        """Return the largest difference that rounding may make to an output."""
-        whole = self.whole.tensors[index]
-        bound = _FACTOR * torch.finfo(call.narrowest).eps * math.sqrt(call.reduction) * _largest(whole)
-        if self.whole.exact is not None and index < len(self.whole.exact.tensors):
-            exact = self.whole.exact.tensors[index]
-            if exact.shape == whole.shape:
-                bound = max(
-                    _OF_ROUNDING * difference(_wide(whole), _wide(exact)),
-                    torch.finfo(whole.dtype).eps * _largest(whole),
-                )
-        return bound
+    def _is_divided(self, name: str) -> bool:
+        """Whether ranks have different modules inside of one, as a pipeline's stages have: its outputs differ, too."""
+        every = set().union(*(each.modules for each in self.ranks))
+        return any(_is_inside(inner, name) for each in self.ranks for inner in every - set(each.modules))
+
+    def _bound(self, call: Call, j: int, of_input: bool = False) -> float:
+        """Return the largest difference that rounding may make to an output, or an input, of a call."""
+        whole = self.whole.tensors[(call.inputs if of_input else call.outputs)[j]]
+        exact = self.exact.get((call.name, call.number))
+        if exact is not None and self.whole.exact is not None:
+            places = exact.inputs if of_input else exact.outputs
+            return _rounding(whole, self.whole.exact.tensors[places[j]] if j < len(places) else None)
+        return _FACTOR * torch.finfo(call.narrowest).eps * math.sqrt(call.reduction) * _largest(whole)
 
     def _blamed(
         self,
@@ -308,7 +319,7 @@ class _Comparison:
             if not is_telling(whole) or any(j >= len(each.inputs) for _, each in present):
                 continue
             parts = [_wide(self.ranks[rank].tensors[each.inputs[j]]) for rank, each in present]
-            if find(_wide(whole), parts, self._bound(call, index)).relation is None:
+            if find(_wide(whole), parts, self._bound(call, j, True)).relation is None:
                 return f"input {j}" if len(call.inputs) > 1 else "the input"
         return None
 
@@ -339,12 +350,8 @@ class _Comparison:
                 self._add(module, f"gradient of {name} is None on {_ranks(missing)}")
                 continue
             bound = _FACTOR * eps * math.sqrt(reduction) * max(_largest(whole), 1e-3 * largest)
-            exact = None if self.whole.exact is None else self.whole.exact.gradients.get(name)
-            if exact is not None:
-                bound = max(
-                    _OF_ROUNDING * difference(_wide(whole), _wide(exact)),
-                    torch.finfo(whole.dtype).eps * _largest(whole),
-                )
+            if self.whole.exact is not None:
+                bound = max(bound, _rounding(whole, self.whole.exact.gradients.get(name)))
             relation = self._declared(f"gradient {name}") or self.held[name]
             found = find(_wide(whole), parts, bound, True, relation)
             if found.relation is not None:
@@ -352,6 +359,24 @@ class _Comparison:
             words = self._words_of_gradient(name, _wide(whole), parts, bound, holders, relation)
             figures = f"largest difference {found.error:.1e}, at most {bound:.1e}"
             self._add(module, f"gradient of {name} {words} ({figures})")
+
+    def _compare_loss(self) -> None:
+        """Compare the losses that the steps returned: each the whole one, its mean or its addends."""
+        whole, parts = self.whole.loss, [each.loss for each in self.ranks if each.loss is not None]
+        if whole is None or not parts or not is_telling(whole):
+            return
+        self.counts["compared"] += 1
+        self.counts["outputs"] += 1
+        eps, reduction = torch.finfo(self.whole.narrowest).eps, self.whole.reduction
+        bound = _FACTOR * eps * math.sqrt(reduction) * _largest(whole)
+        if self.whole.exact is not None:
+            bound = max(bound, _rounding(whole, self.whole.exact.loss))
+        found = find(_wide(whole), list(map(_wide, parts)), bound)
+        if found.relation is None:
+            values = ", ".join(f"{float(x.mean()):.6g}" for x in parts)
+            self._add(
+                "", f"the loss is {float(whole.mean()):.6g}, here {values}: neither equal nor its mean or addends"
+            )
 
     # ---- words, from direct evidence only ----
 
@@ -466,6 +491,14 @@ def _is_inside(name: str, outer: str) -> bool:
 def _wide(x: Tensor) -> Tensor:
     """Return a tensor in float64, or complex128."""
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def _rounding(x: Tensor, exact: Tensor | None) -> float:
+    """Return the bound of a step in 16 bits: four times the distance to the same step in float64."""
+    eps = torch.finfo(x.dtype).eps * _largest(x)
+    if exact is None or exact.shape != x.shape:
+        return _FACTOR * eps
+    return max(_OF_ROUNDING * difference(_wide(x), _wide(exact)), eps)
 
 
 def _largest(x: Tensor) -> float:

@@ -36,6 +36,12 @@ def plain(x: Tensor) -> Tensor:
     return x if type(x) is Tensor else x.as_subclass(Tensor)
 
 
+def _copied(x: Tensor) -> Tensor:
+    """Return this rank's values in memory of their own, on the CPU."""
+    x = plain(x)
+    return x.clone() if x.is_cpu else x.cpu()
+
+
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
     """Return the gradient that the optimizer will read: ``main_grad`` of Megatron's buffers, else ``grad``."""
     main = getattr(parameter, "main_grad", None)
@@ -221,9 +227,8 @@ class _Recorder:
                 continue
             known = self.known.get(id(x))
             if known is None or known[1] != x._version:
-                copy = plain(x).clone()
                 self.known[id(x)] = known = x, x._version, len(self.recording.tensors)
-                self.recording.tensors.append(copy)
+                self.recording.tensors.append(_copied(x))
             found.append(known[2])
         return found
 
@@ -258,8 +263,8 @@ def record(
         raise ArgumentError("verify.record: the case has no modules")
     found, watch = Recording(relations=dict(case.relations)), _Watch()
     recorder, handles = _Recorder(found, watch), []
-    for name, module in modules.items():
-        whole = case.whole_module(name)
+    # Of a wrapper and what it wraps, which may have one name, the inner one counts.
+    for whole, module in {case.whole_module(name): module for name, module in modules.items()}.items():
         if whole is None:
             continue
         found.modules.append(whole)
@@ -273,15 +278,23 @@ def record(
     finally:
         for handle in handles:
             handle.remove()
-    found.loss = None if loss is None else plain(loss).clone()
+    found.loss = None if loss is None else _copied(loss)
     found.narrowest, found.reduction = watch.narrowest, watch.reduction
     for name, parameter in case.parameters.items():
         if (whole := case.whole_name(name)) is not None:
-            gradient = case.gradient(parameter)
-            found.gradients[whole] = None if gradient is None else plain(gradient).clone()
+            gradient = _as_held(case.gradient(parameter), parameter)
+            found.gradients[whole] = None if gradient is None else _copied(gradient)
     if to is not None:
         Path(to).write_bytes(found.to_bytes())
     return found
+
+
+def _as_held(gradient: Any, parameter: Any) -> Any:
+    """Return a DTensor's gradient in the layout of its parameter, as optimizers see it: it may be of addends."""
+    held = getattr(parameter, "placements", None)
+    if held is None or getattr(gradient, "placements", held) == held:
+        return gradient
+    return gradient.redistribute(placements=held)
 
 
 def _take_parameters(case: Case, found: Recording) -> None:
@@ -293,7 +306,7 @@ def _take_parameters(case: Case, found: Recording) -> None:
             continue
         if whole in found.parameters:
             raise ArgumentError(f"verify.record: two parameters are {whole!r} in the run of one process")
-        found.parameters[whole] = plain(parameter).clone()
+        found.parameters[whole] = _copied(parameter)
         names.setdefault(id(parameter), []).append(whole)
     found.tied = {each[0]: each for each in names.values() if len(each) > 1}
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import multiprocessing
 import sys
 import tempfile
 from collections.abc import Callable
@@ -113,7 +114,11 @@ def verify(settings: Settings, follow: Callable[[str], None] = lambda text: None
 
 def _processes(function: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
     """Run a function of (rank, *arguments) in new processes; when one fails, end the others and raise."""
-    running: Any = start_processes(function, arguments, nprocs=count, join=False, start_method="spawn")
+    method = "spawn"
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        method = "forkserver"  # torch is imported once, not by every process
+        multiprocessing.set_forkserver_preload(["torch", __name__])
+    running: Any = start_processes(function, arguments, nprocs=count, join=False, start_method=method)
     try:
         while not running.join():
             pass

@@ -1,0 +1,201 @@
+"""Right programs of other libraries, as users write them: for `tritoncomm verify`, which has to find them equal."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor.parallel as theirs
+import torch.nn.functional as F
+from pool import mesh_of_four
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from verify_cases import sequence, tensor
+
+from tritoncomm import parallel
+from tritoncomm.demo.plain_model import PlainTransformer, sharded
+from tritoncomm.demo.settings import Settings
+from tritoncomm.tensor import ProcessGroup
+from tritoncomm.verify import Case
+
+__all__ = ["PROGRAMS"]
+
+BATCH, LENGTH, CLASSES = 8, 8, 24
+
+
+class Model(nn.Module):
+    """Embedding, norm in fp32, an MLP that may be recomputed, a frozen layer, a head."""
+
+    def __init__(self, recompute: bool = False, frozen: bool = True) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.embed, self.norm = nn.Embedding(CLASSES, 16), nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.frozen = nn.Linear(16, 16) if frozen else nn.Identity()
+        self.head = nn.Linear(16, CLASSES)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        if self.recompute:
+            y: Any = checkpoint(self.mlp, x, use_reentrant=False)
+        else:
+            y = self.mlp(x)
+        return self.head(x + self.frozen(y))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    numbers = torch.randint(CLASSES, (2, BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
+    return numbers[0], numbers[1]
+
+
+def made(whole: dict[str, Tensor] | None, **options: Any) -> Model:
+    model = Model(**options)
+    if whole is not None:
+        model.load_state_dict(whole)
+    return model
+
+
+def stepped(model: Any, ids: Tensor, targets: Tensor, parts: int = 1) -> Callable[[], Tensor]:
+    """A step of one or several micro-batches."""
+
+    def step() -> Tensor:
+        total = torch.zeros(())
+        for x, y in zip(ids.chunk(parts), targets.chunk(parts), strict=True):
+            logits = model(x)
+            logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten()) / parts
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    return step
+
+
+def ddp(rank: int, world: int, group: Any, whole: Any, **options: Any) -> Case:
+    ids, targets = (x.chunk(world)[rank] for x in batch())
+    model = made(whole, **options)
+    if world == 1:
+        return Case(model, stepped(model, ids, targets))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = DistributedDataParallel(model, process_group=group)
+    return Case(wrapped, stepped(wrapped, ids, targets), rename=lambda name: name.removeprefix("module."))
+
+
+def fsdp(rank: int, world: int, group: Any, whole: Any, replicas: int = 1, parts: int = 1, **options: Any) -> Case:
+    ids, targets = (x.unflatten(0, (parts, -1)).chunk(world, 1)[rank].flatten(0, 1) for x in batch())
+    model = made(whole, **options)
+    if world > 1:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        if replicas > 1:
+            mesh = mesh_of_four("replicas", "shards")
+        for part in (model.up, model.down, model):
+            fully_shard(part, mesh=mesh)
+    return Case(model, stepped(model, ids, targets, parts))
+
+
+def styled(rank: int, world: int, group: Any, whole: Any, styles: Any, in_sequence: bool) -> Case:
+    model = made(whole, frozen=not in_sequence)
+    if world > 1:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        row, column = styles.RowwiseParallel, styles.ColwiseParallel
+        plan = {"up": column(), "down": row(), "head": column(output_layouts=Replicate())}
+        if in_sequence:
+            plan = {
+                "norm": styles.SequenceParallel(),
+                "embed": row(input_layouts=Replicate(), output_layouts=Shard(1)),
+                "up": column(input_layouts=Shard(1)),
+                "down": row(output_layouts=Shard(1)),
+                "head": column(input_layouts=Shard(1), output_layouts=Replicate()),
+            }
+        theirs.parallelize_module(model, mesh, plan)
+    return Case(model, stepped(model, *batch()))
+
+
+def colo(rank: int, world: int, group: Any, whole: Any) -> Case:
+    settings = Settings(ranks=world, layers=2, hidden=32, sequence=LENGTH, batch=BATCH, dtype="float64")
+    model = PlainTransformer(settings)
+    if whole is not None:
+        model.load_state_dict(whole)
+    if world > 1:
+        model = sharded(model, ProcessGroup(ranks=dist.get_process_group_ranks(group), tp_degree=world))
+    ids, targets = (x.t().contiguous() for x in batch())
+
+    def step() -> Tensor:
+        loss = model(ids, targets)
+        loss.backward()
+        return loss
+
+    return Case(model, step)
+
+
+def pipeline(rank: int, world: int, group: Any, whole: Any, parts: int = 2) -> Case:
+    """Stages that send to each other, several micro-batches, forward and backward one after the other."""
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+    if whole is not None:
+        layers.load_state_dict(whole)
+    count = 4 // world
+    stage = nn.Sequential(*layers[rank * count : (rank + 1) * count])
+    ranks = dist.get_process_group_ranks(group) if world > 1 else [0]
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
+
+    def renamed(name: str) -> str:
+        number, dot, rest = name.partition(".")
+        return f"{int(number) + rank * count}{dot}{rest}" if number else name
+
+    def step() -> Tensor | None:
+        total, kept = torch.zeros(()), []
+        for micro in x.chunk(parts):
+            received = micro
+            if rank > 0:
+                received = torch.empty_like(micro)
+                dist.recv(received, ranks[rank - 1])
+                received.requires_grad_()
+            y = stage(received)
+            if rank + 1 < world:
+                dist.send(y.detach(), ranks[rank + 1])
+            kept.append((received, y))
+        for received, y in kept:
+            if rank + 1 < world:
+                gradient = torch.empty_like(y)
+                dist.recv(gradient, ranks[rank + 1])
+                y.backward(gradient)
+            else:
+                loss = y.square().mean() / parts
+                loss.backward()
+                total += loss.detach()
+            if rank > 0:
+                dist.send(received.grad, ranks[rank - 1])
+        return total if rank + 1 == world else None
+
+    return Case(stage, step, rename=renamed)
+
+
+PROGRAMS: dict[str, Callable[..., Case]] = {
+    "sharded weights": tensor,
+    "sequence of 7": sequence,
+    "sequence of 8": partial(sequence, length=8),
+    "one token per rank": partial(sequence, length=4),
+    "ddp": ddp,
+    "ddp, recomputed": partial(ddp, recompute=True),
+    "fsdp2": fsdp,
+    "fsdp2, recomputed": partial(fsdp, recompute=True),
+    "fsdp2, micro-batches": partial(fsdp, parts=2),
+    "hsdp": partial(fsdp, replicas=2),
+    "torch's styles": partial(styled, styles=theirs, in_sequence=False),
+    "torch's styles, sequence": partial(styled, styles=theirs, in_sequence=True),
+    "our styles": partial(styled, styles=parallel, in_sequence=False),
+    "our styles, sequence": partial(styled, styles=parallel, in_sequence=True),
+    "ColoTensor": colo,
+    "pipeline": pipeline,
+}
