@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from verify_cases import BUILDS, FAULTS
 from verify_programs import PROGRAMS
 
-from tritoncomm import cli, verify
+from tritoncomm import cli, mappings, verify
 from tritoncomm.demo.plain_model import PlainTransformer
 from tritoncomm.demo.settings import Settings
 from tritoncomm.errors import MismatchError
@@ -333,3 +333,58 @@ def test_the_loss_is_compared() -> None:
     report = verify.compare(whole, [verify.record(case(2))] * 2)
     assert report.first == ""
     assert "neither equal nor its mean or addends" in str(report)
+
+
+class Halves(torch.nn.Module):
+    """A row-parallel product whose sum is made by the module around it, and then what ``after`` makes of it."""
+
+    def __init__(self, group: ProcessGroup | None, after: float) -> None:
+        super().__init__()
+        world = 1 if group is None else group.size()
+        self.group, self.after = group, after
+        self.positions = torch.nn.Parameter(torch.zeros(8))
+        self.up, self.down = torch.nn.Linear(8, 16 // world), torch.nn.Linear(16 // world, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.positions
+        if self.group is not None and self.after:
+            x = mappings.copy_to_tensor_model_parallel_region(x, self.group)
+        y = self.down(self.up(x).relu())
+        if self.group is None:
+            return y
+        return mappings.reduce_from_tensor_model_parallel_region(y, self.group) * (self.after or 1)
+
+
+def run_halves(group: ProcessGroup, after: float, backward: bool = True) -> verify.Report:
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).double()
+    alone = Halves(None, 1).double()
+    verify.draw(alone)
+    mine, dims = Halves(group, after).double(), {"up.weight": 0, "up.bias": 0, "down.weight": 1}
+    state = {name: x.clone() for name, x in alone.state_dict().items()}
+    rank, world = group.rank(), group.size()
+    mine.load_state_dict({n: x.chunk(world, dims[n])[rank] if n in dims else x for n, x in state.items()})
+
+    def case(model: torch.nn.Module) -> verify.Case:
+        def step() -> torch.Tensor:
+            loss = model(x).square().sum()
+            if backward:
+                loss.backward()
+            return loss
+
+        return verify.Case(model, step)
+
+    return verify.compare(verify.record(case(alone)), verify.record(case(mine)), group)
+
+
+def test_what_is_made_of_a_sum_is_no_missing_sum(pool: Pool) -> None:
+    report, _ = pool.run(run_halves, 0.5)
+    assert report.first == ""
+    assert "what it makes of the addends of 2 ranks of down, with 1 collective, is wrong" in str(report)
+    report, _ = pool.run(run_halves, 1)
+    assert report.equal, str(report)
+    report, _ = pool.run(run_halves, 1, False)
+    assert report.equal
+    assert "nothing was checked of backward" in str(report)
+    report, _ = pool.run(run_halves, 0)
+    assert report.first == ""
+    assert "gradient of positions was never summed" in str(report)

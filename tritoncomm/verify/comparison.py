@@ -20,6 +20,7 @@ from tritoncomm.verify.relations import Found, Relation, candidates, difference,
 __all__ = ["Report", "compare"]
 
 _FACTOR = 8  # of a bound, which has the root of the longest reduction, as errors of addends are independent
+_SHOWN = 12  # gradients in a report
 _OF_ROUNDING = 4  # of the distance of a step in 16 bits to the same in float64
 
 
@@ -136,6 +137,9 @@ class _Comparison:
         self._compare_gradients()
         is_something = bool(self.counts["compared"])
         if is_right:
+            if len(self.problems) > _SHOWN:
+                more = len(self.problems) - _SHOWN
+                self.problems[_SHOWN:] = [_Problem("", f"gradients of {counted(more, 'parameter')} more differ")]
             self._compare_loss()
         elif others := len(self.problems) - before:
             # Wrong values make wrong gradients, of which no list is needed.
@@ -155,6 +159,8 @@ class _Comparison:
             f"compared {self.counts['compared']} of {total}: {counted(self.counts['outputs'], 'output')}, "
             f"{counted(self.counts['parameters'], 'parameter')}, {counted(self.counts['gradients'], 'gradient')}"
         )
+        if not self.counts["gradients"]:
+            yield "no gradients in one process: nothing was checked of backward"
         if self.counts["ambiguous"]:
             yield f"{self.counts['ambiguous']} of them have one value everywhere, which proves nothing"
         if self.alone:
@@ -297,9 +303,7 @@ class _Comparison:
         whole, parts, bound = values
         figures = f"largest difference {found.error:.1e}, at most {bound:.1e}"
         if pending:
-            culprit, words = pending[0]
-            line = f"{culprit.name or ROOT}: the ranks' parts were never summed ({words}); {call.name or ROOT} is wrong"
-            return _Problem(culprit.name, f"{line} ({figures})")
+            return self._blamed_addends(call, present, pending[0], figures)
         where = self._wrong_input(call, present)
         if where is not None:
             parent = call.name.rpartition(".")[0]
@@ -311,6 +315,25 @@ class _Comparison:
             f"{call.name or ROOT}: its output{'' if found.nearest is not None else shapes} is no part of the whole one"
         )
         return _Problem(call.name, f"{line}{words} ({figures})")
+
+    def _blamed_addends(
+        self, call: Call, present: list[tuple[int, Call]], addends: tuple[Call, str], figures: str
+    ) -> _Problem:
+        """Return the problem of a wrong output behind addends: nobody sent anything, or what was made of the sum."""
+        culprit, words = addends
+        sent = 0
+        for rank, each in present:
+            before = self.calls[rank].get((culprit.name, culprit.number))
+            until = each.collectives[1 if _is_inside(culprit.name, call.name) else 0]
+            sent = max(sent, until - before.collectives[1] if before is not None else 0)
+        behind = f"{call.name or ROOT} is wrong ({figures})"
+        if not sent:
+            line = f"{culprit.name or ROOT}: the ranks' parts were never summed ({words}); {behind}"
+            return _Problem(culprit.name, line)
+        parent = culprit.name.rpartition(".")[0]
+        made = f"what it makes of the {words} of {culprit.name}, with {counted(sent, 'collective')}, is wrong"
+        line = f"{parent or ROOT}: {made}; {behind}"
+        return _Problem(parent, line)
 
     def _wrong_input(self, call: Call, present: list[tuple[int, Call]]) -> str | None:
         """Return in words the input of a call that is wrong already; None if none is."""
@@ -327,9 +350,14 @@ class _Comparison:
         """Compare gradients with the parts that the parameters are."""
         largest = max([_largest(x) for x in self.whole.gradients.values() if x is not None], default=0.0)
         eps, reduction = torch.finfo(self.whole.narrowest).eps, self.whole.reduction
-        # As backward goes: a wrong gradient makes those of earlier modules wrong.
-        last = {call.name: i for i, call in enumerate(self.whole.calls)}
-        names = sorted(self.whole.gradients, key=lambda name: -last.get(name.rpartition(".")[0], -1))
+        # As backward goes: a wrong gradient makes those of earlier modules wrong. What a module with others inside owns
+        # itself, as positions, counts where the first of them ran.
+        first: dict[str, int] = {}
+        for i, call in enumerate(self.whole.calls):
+            parts = call.name.split(".") if call.name else []
+            for depth in range(len(parts) + 1):
+                first.setdefault(".".join(parts[:depth]), i)
+        names = sorted(self.whole.gradients, key=lambda name: -first.get(name.rpartition(".")[0], -1))
         for name in names:
             whole = self.whole.gradients[name]
             if whole is None:
@@ -424,7 +452,11 @@ class _Comparison:
                 for times in range(2, len(parts) + 1):
                     if all(difference(x, whole + (times - 1) * bias) <= 4 * bound for x in parts):
                         found.append(f"its bias was added {times} times")
-            if len(parts) > 1 and not any(each.collectives for each in own) and not found:
+            if (
+                len(parts) > 1
+                and all(before == after for before, after in (each.collectives for each in own))
+                and not found
+            ):
                 found.append("no collective ran inside")
         return "".join(f"; {each}" for each in found)
 

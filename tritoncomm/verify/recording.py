@@ -112,7 +112,7 @@ class Call:
         inputs, outputs: indices of tensors in ``Recording.tensors``.
         narrowest: narrowest floating-point dtype that any operator had produced by the end of the call.
         reduction: most addends of an operator until then.
-        collectives: calls of a backend inside.
+        collectives: calls of a backend in the step before it began, and by its end.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Call:
     outputs: list[int]
     narrowest: torch.dtype
     reduction: int
-    collectives: int
+    collectives: tuple[int, int]
 
 
 @dataclass
@@ -212,8 +212,8 @@ class _Recorder:
             if torch._C._current_autograd_node() is not None:  # pyright: ignore  (recomputed in backward)
                 return
             inputs, outputs, watch = self._taken((args, kwargs)), self._taken(output), self.watch
-            inside = watch.collectives - started
-            call = Call(name, self.counts[name], inputs, outputs, watch.narrowest, watch.reduction, inside)
+            collectives = started, watch.collectives
+            call = Call(name, self.counts[name], inputs, outputs, watch.narrowest, watch.reduction, collectives)
             self.recording.calls.append(call)
             self.counts[name] += 1
 
