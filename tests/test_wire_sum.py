@@ -418,7 +418,10 @@ def run_mapping(group: ProcessGroup, compiled: bool) -> int:
     return compared
 
 
-@pytest.mark.parametrize(("world", "compiled"), [(1, False), (2, False), (2, True), (4, False)])
+@pytest.mark.parametrize(
+    ("world", "compiled"),
+    [(2, False), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, False), (2, True), (4, False)))],
+)
 def test_the_mapping(pool: Pool, world: int, compiled: bool) -> None:
     assert pool.run(run_mapping, compiled, world=world) == [12] * world
 

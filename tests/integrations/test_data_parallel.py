@@ -154,7 +154,7 @@ def run_fsdp(group: ProcessGroup, steps: int) -> float:
     return sent / (before * (world - 1) / world)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_fsdp_sums_in_rank_order(pool: Pool, world: int) -> None:
     assert pool.run(run_fsdp, 20, world=world) == [0.5] * world
 
@@ -334,6 +334,6 @@ def run_ddp(group: ProcessGroup) -> int:
     return compared
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_the_hook_of_ddp(pool: Pool, world: int) -> None:
     assert pool.run(run_ddp, world=world) == [3 * 2 * 9] * world

@@ -272,6 +272,7 @@ def every_kind_of_varying_numbers(rank: int) -> list[tuple[str, float]]:
             "MismatchError: recv_forward: ranks 0 and 1 are out of step",
             TIMEOUT,
             id="check-mode",
+            marks=pytest.mark.slow,
         ),
     ],
 )
