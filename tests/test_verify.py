@@ -20,6 +20,7 @@ from tritoncomm import cli, mappings, verify
 from tritoncomm.demo.plain_model import PlainTransformer
 from tritoncomm.demo.settings import Settings
 from tritoncomm.errors import MismatchError
+from tritoncomm.verify import running
 from tritoncomm.verify.relations import difference, find, is_telling
 
 ROOT = Path(__file__).parents[1]
@@ -388,3 +389,13 @@ def test_what_is_made_of_a_sum_is_no_missing_sum(pool: Pool) -> None:
     report, _ = pool.run(run_halves, 0)
     assert report.first == ""
     assert "gradient of positions was never summed" in str(report)
+
+
+def test_what_is_set_to_0_is_told() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.25)).double()
+    case = verify.Case(model, lambda: model(torch.ones(2, 4).double()).sum())
+    noise = running._ready(case, running.Settings("x.py:build"), "float64")
+    assert noise == ["1.p = 0.25"]
+    recording = verify.record(case)
+    recording.noise = noise
+    assert "set to 0: 1.p = 0.25" in verify.compare(recording, [recording]).lines

@@ -46,7 +46,7 @@ _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PIECES, _LEAST = 12, 1 << 20
 
 Asked = tuple[Any, Any, Any]
-"""What a caller passed as ``wire``, ``wire_between`` and ``exchange``."""
+"""Arguments ``wire``, ``wire_between`` and ``exchange`` of a caller, not checked yet."""
 
 
 class Wire(NamedTuple):
@@ -64,7 +64,7 @@ class Wire(NamedTuple):
 
     @property
     def words(self) -> tuple[Any, ...]:
-        """What ranks compare in check mode."""
+        """Return the parts of a wire that ranks compare in check mode."""
         return self.dtype, self.between, self.nodes and self.nodes.size
 
 

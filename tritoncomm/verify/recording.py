@@ -126,7 +126,7 @@ class Call:
 
 @dataclass
 class Recording:
-    """What ``record`` has seen of one rank, or of the run in one process.
+    """Record of one step on one rank, or in one process; made by ``record``.
 
     Attributes:
         calls: of modules, in the order in which they ended.
@@ -175,7 +175,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.narrowest, self.reduction, self.collectives, self.drawn = torch.float64, 1, 0, Counter[str]()
+        self.narrowest, self.reduction, self.collectives = torch.float64, 1, 0
         self._eps = torch.finfo(torch.float64).eps
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -21,7 +21,7 @@ _MOST_RATIO = 16  # of query to key heads, of a fused projection
 
 @dataclass(frozen=True)
 class Relation:
-    """What each rank holds of a tensor; made by ``equal``, ``chunk``, ``mirrored``, ``fused`` or ``addends``.
+    """Parts of a tensor that ranks hold; made by ``equal``, ``chunk``, ``mirrored``, ``fused`` or ``addends``.
 
     Attributes:
         splits: (dim, chunks, step) of every split dim: the k-th rank holds chunk ``(k // step) % chunks`` of it.
@@ -30,7 +30,7 @@ class Relation:
         sections: sizes of the parts of a fused tensor along the split dim, each of which is split.
         summed: (ranks, step) of the ranks whose tensors have to be added up; (1, 1) for none.
         is_mean: the whole value is their mean, not their sum.
-        view: of the whole tensor that the ranks hold parts of: "", "transposed", "flat" or "unflat".
+        view: of the whole tensor that the ranks hold parts of: "", "transposed" or "flat".
     """
 
     splits: tuple[tuple[int, int, int], ...] = ()
@@ -80,9 +80,7 @@ class Relation:
         if self.is_partial:
             words.append(f"{'a mean' if self.is_mean else 'addends'} of {self.summed[0]} ranks")
         if self.view:
-            words.append(
-                {"transposed": "dims 0 and 1 swapped", "flat": "dims 0 and 1 as one"}.get(self.view, "dim 0 as two")
-            )
+            words.append("dims 0 and 1 swapped" if self.view == "transposed" else "dims 0 and 1 as one")
         return ", ".join(words) or "equal"
 
     def of(self, whole: Tensor, k: int) -> Tensor | None:

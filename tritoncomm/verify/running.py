@@ -145,16 +145,18 @@ def _run_alone(_: int, settings: Settings, folder: str, dtype: str, name: str) -
     """Run the case in this process alone; write its recording and its parameters."""
     group = _start(0, 1, settings, dtype, Path(folder) / f"{name}.store")
     case = builder(settings.target)(0, 1, group, None)
-    model = _ready(case, settings, dtype)
+    noise = _ready(case, settings, dtype)
+    modules = _chunks(case.model)
     if not settings.keep_values:
-        for i, module in enumerate(_chunks(model)):
+        for i, module in enumerate(modules):
             draw(module, settings.seed + i)
     if name == "whole":
-        state = {key: x for module in _chunks(model) for key, x in module.state_dict().items()}
+        state = {key: x for module in modules for key, x in module.state_dict().items()}
         torch.save(state, Path(folder) / "state.pt")
     torch.manual_seed(settings.seed)
-    recording = record(case, only=settings.only or None, skip=settings.skip, to=Path(folder) / f"{name}.recording")
-    del recording
+    recording = record(case, only=settings.only or None, skip=settings.skip)
+    recording.noise = noise
+    (Path(folder) / f"{name}.recording").write_bytes(recording.to_bytes())
     dist.destroy_process_group()
 
 
@@ -178,15 +180,16 @@ def _chunks(model: Any) -> list[nn.Module]:
     return [model] if isinstance(model, nn.Module) else list(model)
 
 
-def _ready(case: Any, settings: Settings, dtype: str) -> Any:
-    """Check what ``build`` returned, and take its noise away; return the model."""
+def _ready(case: Any, settings: Settings, dtype: str) -> list[str]:
+    """Check what ``build`` returned, and take its noise away; return what that changed, in words."""
+    noise = []
     if not isinstance(case, Case):
         raise ArgumentError(f"{settings.target} has to return a verify.Case, not {type(case).__name__}")
     for module in _chunks(case.model):
         if not settings.keep_noise:
-            without_noise(module)
+            noise += without_noise(module)
         # Parameters of a default dtype have it already; a model of another dtype is moved, shards and all.
         floats = {p.dtype for p in module.parameters() if p.is_floating_point()}
         if floats - {DTYPES[dtype]}:
             module.to(DTYPES[dtype])
-    return case.model
+    return noise
