@@ -442,8 +442,23 @@ def run_nodes(group: ProcessGroup) -> None:
             assert torch.equal(bits(y), bits(expected))
 
 
+def run_uneven_nodes(group: ProcessGroup) -> None:
+    """Values of the wire's dtype lie in rank order, and the wire of two levels does not: they are packed."""
+    world, rank, sizes = group.size(), group.rank(), (3, 1, 4, 2)
+    every = [values(each, (10,), torch.bfloat16) for each in range(world)]
+    own = [shard(x, 0, sizes, rank).clone() for x in every]
+    for asynchronous in (False, True):
+        with variables.NODE.override(2):
+            y = collective.reduce_scatter(
+                every[rank], 0, group, async_op=asynchronous, sizes=sizes, wire=torch.bfloat16, exchange="node"
+            )
+        y = y[1].wait() if asynchronous else y
+        assert torch.equal(bits(y), bits(by_hand(own, torch.bfloat16, torch.bfloat16, node=2)))
+
+
 def test_two_levels(pool: Pool) -> None:
     pool.run(run_nodes, world=4)
+    pool.run(run_uneven_nodes, world=4)
 
 
 def test_what_overflows_is_inf(group: ProcessGroup) -> None:
