@@ -91,7 +91,7 @@ class Pool:
         self._env = {"TRITON_INTERPRET": "0" if gpus else "1", **(env or {})}
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._store: Any = None
-        self._stacks = tempfile.TemporaryDirectory()
+        self._stacks: tempfile.TemporaryDirectory[str] | None = None
         self.started = 0
 
     def run(
@@ -117,8 +117,10 @@ class Pool:
             process.kill()
         for process, _ in self._workers:
             process.join()
+        if self._stacks:
+            self._stacks.cleanup()
         self._workers = []
-        self._store = None
+        self._store = self._stacks = None
 
     def _start(self) -> None:
         if self._workers:
@@ -130,23 +132,24 @@ class Pool:
         import torch.distributed as dist
 
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._stacks = tempfile.TemporaryDirectory()
         with mock.patch.dict(os.environ, self._env):  # of the server, which may import the main module first
             for rank in range(self._size):
                 ours, theirs = context.Pipe()
                 options = (self._size, self._backend, self._env, self._gpus, self._limit)
-                arguments = (rank, theirs, self._store.port, list(sys.path), self._file(rank), *options)
+                stacks = f"{self._stacks.name}/{rank}"
+                arguments = (rank, theirs, self._store.port, list(sys.path), stacks, *options)
                 process = context.Process(target=_work, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
                 self._workers.append((process, ours))
         self._collect(range(self._size), "start", START_SECONDS)
 
-    def _file(self, rank: int) -> str:
-        return f"{self._stacks.name}/{rank}"
-
     def _stack(self, rank: int) -> str:
         """What the threads of a rank that does not answer are in."""
-        process, file = self._workers[rank][0], Path(self._file(rank))
+        process = self._workers[rank][0]
+        assert self._stacks is not None
+        file = Path(self._stacks.name, str(rank))
         if process.pid is None or not process.is_alive() or not file.exists():
             return ""
         os.kill(process.pid, TELL)
