@@ -39,6 +39,7 @@ __all__ = [
     "split_reduce_scatter",
 ]
 
+_SUM = ReduceOp.SUM
 # The functional collectives that torch.compile traces wait at once, and sum.
 _all_gather_outside = outside_graphs(eager.all_gather)
 _reduce_scatter_outside = outside_graphs(eager.reduce_scatter)
@@ -143,11 +144,11 @@ def reduce_scatter(
     dim = checked_dim(tensor, dim, name)
     per_rank = normalize_sizes(sizes, name)
     if wire is None:
-        given = {"wire_between": wire_between, "exchange": exchange, "scale": scale, "out": out}
-        options = [key for key, value in given.items() if value is not None] + ["accumulate"] * accumulate
-        if options:
+        if accumulate or not (wire_between is exchange is scale is out is None):
+            given = {"wire_between": wire_between, "exchange": exchange, "scale": scale, "out": out}
+            options = [key for key, value in given.items() if value is not None] + ["accumulate"] * accumulate
             raise ArgumentError(f"{name}: {', '.join(options)} needs wire, the dtype that travels")
-        call = _reduce_scatter_outside if async_op or op != ReduceOp.SUM else eager.reduce_scatter
+        call = _reduce_scatter_outside if async_op or op is not _SUM else eager.reduce_scatter
         return call(without_graph(tensor), dim, group, per_rank, name, op, async_op)
     asked = wire, wire_between, exchange
     return wire_sum.reduce_scatter(
@@ -185,7 +186,7 @@ def all_reduce(
         return wire_sum.all_reduce(_own_or_detached(tensor), group, "all_reduce", asked, op, scale)
     if wire_between is not None or exchange is not None or scale is not None:
         raise ArgumentError("all_reduce: wire_between, exchange and scale need wire, the dtype that travels")
-    call = _all_reduce_outside if async_op or op != ReduceOp.SUM else eager.all_reduce
+    call = _all_reduce_outside if async_op or op is not _SUM else eager.all_reduce
     return call(_own_or_detached(tensor), group, "all_reduce", op, in_place=True, asynchronous=async_op)
 
 

@@ -59,6 +59,8 @@ __all__ = [
 class ParallelMode(enum.Enum):
     """The ways to split a job; ColossalAI's own enum members are accepted by value everywhere."""
 
+    __hash__ = object.__hash__  # Enum's own hashes the name in Python, and every mapping looks its group up
+
     GLOBAL = "global"
     DATA = "data"
     MODEL = "model"
@@ -260,10 +262,11 @@ def is_initialized(parallel_mode: Any = ParallelMode.GLOBAL) -> bool:
 def _entry(parallel_mode: Any) -> Group:
     """Return the group of a mode that this rank is in; raise if ``initialize()`` made none."""
     mode = as_mode(parallel_mode)
-    if mode not in groups:
+    entry = groups.get(mode)
+    if entry is None:
         made = f"there are {', '.join(m.name for m in groups)}" if groups else "call tritoncomm.initialize() first"
         raise GroupError(f"there is no process group for {mode.name}; {made}")
-    return groups[mode]
+    return entry
 
 
 def get_group(parallel_mode: Any) -> ProcessGroup:
@@ -363,12 +366,11 @@ def resolve(group: GroupLike | None, name: str) -> ProcessGroup:
         ArgumentError: no kind of group.
         GroupError: there is none, or this rank is not in it.
     """
-    if isinstance(group, ProcessGroup):
-        return group
     if group is not None:
         return as_group(group, name)
-    if ParallelMode.TENSOR in groups:
-        return groups[ParallelMode.TENSOR].group
+    tensor = groups.get(ParallelMode.TENSOR)
+    if tensor is not None:
+        return tensor.group
     megatron = sys.modules.get("megatron.core.parallel_state")
     if megatron is not None and megatron.model_parallel_is_initialized():
         return megatron.get_tensor_model_parallel_group()
@@ -465,12 +467,13 @@ def _check_axis(mesh: DeviceMesh, axis: int, name: str) -> None:
 
 def group_for(parallel_mode: Any, x: Tensor, name: str) -> ProcessGroup:
     """Return the group that moves ``x``: a mode's device group, or its CPU group for CPU tensors; else ``as_group``."""
-    if isinstance(parallel_mode, ProcessGroup):
-        return parallel_mode
-    if parallel_mode is None:
-        raise ArgumentError(f"{name}: parallel_mode must be a ParallelMode or a group, not None")
-    if isinstance(parallel_mode, DeviceMesh | tuple | str) or parallel_mode is dist.GroupMember.NON_GROUP_MEMBER:
-        return as_group(parallel_mode, name)
+    if not isinstance(parallel_mode, ParallelMode):
+        if isinstance(parallel_mode, ProcessGroup):
+            return parallel_mode
+        if parallel_mode is None:
+            raise ArgumentError(f"{name}: parallel_mode must be a ParallelMode or a group, not None")
+        if isinstance(parallel_mode, DeviceMesh | tuple | str) or parallel_mode is dist.GroupMember.NON_GROUP_MEMBER:
+            return as_group(parallel_mode, name)
     entry = _entry(parallel_mode)
     return entry.group if x.is_cuda else entry.cpu_group
 

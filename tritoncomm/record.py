@@ -143,7 +143,8 @@ class Span:
         self.name = name
         self.world = world
         self.started = hooks.clock()
-        self._range = profiler_range(name) if profiler._is_profiler_enabled else None
+        if profiler._is_profiler_enabled:
+            self._range = profiler_range(name)
 
     def end(self, path: _Path, bytes_copied: int, bytes_sent: int) -> None:
         """Count the call by ``path`` and bytes, as ``add`` does, and report its end to the observer."""

@@ -65,6 +65,8 @@ def strict_warnings() -> None:
     warnings.filterwarnings("ignore", message="Conversion of an array with ndim", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # torch 2.11, once in a process
     warnings.filterwarnings("ignore", message=r".*torch\.jit.*")  # a FutureWarning from torch 2.15 on
+    # A linear layer with a bias returns a view.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view", category=UserWarning)
     warnings.filterwarnings("ignore", message=r".*should not be instantiated.*", category=DeprecationWarning)
 
 

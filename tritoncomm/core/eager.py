@@ -6,7 +6,6 @@ instead. ``op`` is a ``ReduceOp``.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from tritoncomm.core.call import enter
 from tritoncomm.core.memory import contiguous_stride, empty
 from tritoncomm.core.node_exchange import Levels
 from tritoncomm.core.plan import (
-    CollectivePlan,
     Ints,
     all_equal,
     all_reduce_bytes,
@@ -30,6 +28,7 @@ from tritoncomm.core.plan import (
     cached_reduce_scatter,
     cached_split,
     located,
+    sized_all_to_all,
 )
 from tritoncomm.core.validation import check_input
 from tritoncomm.errors import CommError
@@ -39,16 +38,6 @@ __all__ = ["all_gather", "all_reduce", "all_to_all", "all_to_all_single", "reduc
 _SUM = ReduceOp.SUM
 
 
-def _planned(
-    function: Callable[..., CollectivePlan], x: Tensor, group: ProcessGroup, name: str, *arguments: Any
-) -> CollectivePlan:
-    """Return ``function(shape of x, itemsize, *arguments)``, a function of ``plan``; its errors get name and rank."""
-    try:
-        return function(x.shape, x.itemsize, *arguments)
-    except CommError as error:
-        raise located(error, x.shape, name, group) from None
-
-
 def all_gather(
     x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str, asynchronous: bool = False
 ) -> Any:
@@ -56,17 +45,18 @@ def all_gather(
     if is_compiling():
         return compiled.traced(all_gather, compiled.all_gather, name)(x, dim, group, sizes, name)
     span = enter(name, "all_gather", group, x, (dim, sizes))
-    if span is None:
-        if sizes is not None:  # a wrong list is wrong on one rank, too
-            _planned(plan.all_gather, x, group, name, dim, 1, 0, sizes)
+    if span is None and sizes is None:
         return (x, None) if asynchronous else x
-    world = span.world
-    if sizes is not None and x.dim() and all_equal(sizes, world, x.shape[dim]):
-        sizes = None
-    rank = 0 if sizes is None else group.rank()
-    # Plans by split sizes are not cached: the sizes of MoE and of packed sequences are new in every call.
-    planner = cached_all_gather if sizes is None else plan.all_gather
-    planned = _planned(planner, x, group, name, dim, world, rank, sizes)
+    world = 1 if span is None else span.world
+    try:
+        if sizes is None or (x.dim() and all_equal(sizes, world, x.shape[dim])):
+            sizes, planned = None, cached_all_gather(x.shape, x.itemsize, dim, world, 0)
+        else:
+            planned = plan.all_gather(x.shape, x.itemsize, dim, world, group.rank(), sizes)
+    except CommError as error:
+        raise located(error, x.shape, name, group) from None
+    if span is None:  # only now, as a wrong list is wrong on one rank, too
+        return (x, None) if asynchronous else x
     x, copied = ops.contiguous(x)
     shape = planned.shape
     if not planned.in_order:  # Gloo wants the ranks in dim 0
@@ -76,7 +66,7 @@ def all_gather(
         parts = list(wire.view(-1).split(planned.recv_counts))
         work = backend.all_gather_list(parts, x.view(-1), group, name, asynchronous)
     # Dims of size 1 stand before ``dim``: Gloo, which wants the ranks in dim 0, gets flat tensors.
-    elif planned.in_order and dim not in (0, -x.dim()):
+    elif planned.in_order and dim != 0 and dim != -x.dim():
         work = backend.all_gather(wire.view(-1), x.view(-1), group, name, asynchronous)
     else:
         work = backend.all_gather(wire, x, group, name, asynchronous)
@@ -105,18 +95,21 @@ def reduce_scatter(
     if is_compiling():
         return compiled.traced(reduce_scatter, compiled.reduce_scatter, name)(x, dim, group, sizes, name)
     span = enter(name, "reduce_scatter", group, x, (dim, sizes, op))
-    if span is None:
-        if sizes is not None:
-            _planned(plan.reduce_scatter, x, group, name, dim, 1, 0, sizes)
+    if span is None and sizes is None:
         return (x, None) if asynchronous else x
-    if op is not _SUM:
+    if op is not _SUM and span is not None:
         backend.check_op(op, x, group, name)
-    world, is_special = span.world, x.dtype in backend.not_summed
-    if sizes is not None and x.dim() and all_equal(sizes, world, x.shape[dim] // world):
-        sizes = None
-    rank = 0 if sizes is None else group.rank()
-    planner = cached_reduce_scatter if sizes is None else plan.reduce_scatter
-    planned = _planned(planner, x, group, name, dim, world, rank, sizes)
+    world = 1 if span is None else span.world
+    try:
+        if sizes is None or (x.dim() and all_equal(sizes, world, x.shape[dim] // world)):
+            sizes, planned = None, cached_reduce_scatter(x.shape, x.itemsize, dim, world, 0)
+        else:
+            planned = plan.reduce_scatter(x.shape, x.itemsize, dim, world, group.rank(), sizes)
+    except CommError as error:
+        raise located(error, x.shape, name, group) from None
+    if span is None:
+        return (x, None) if asynchronous else x
+    is_special = x.dtype in backend.not_summed
     if is_special:
         backend.check_op(op, x, group, name)
     if planned.in_order and sizes is None:
@@ -128,7 +121,7 @@ def reduce_scatter(
     if sizes is not None:
         parts = list(wire.split(planned.send_counts))
         work = backend.reduce_scatter_list(out.view(-1), parts, op, group, name, asynchronous)
-    elif is_special or dim not in (0, -x.dim()):  # Gloo wants the ranks in dim 0
+    elif is_special or (dim != 0 and dim != -x.dim()):  # Gloo wants the ranks in dim 0
         sent, received = backend.carrier(wire.view(-1)), backend.carrier(out.view(-1))
         work = backend.reduce_scatter(received, sent, backend.op_of(op, x.dtype), group, name, asynchronous)
     else:
@@ -221,18 +214,19 @@ def all_to_all_single(
         nodes = node_exchange.chosen(levels, group, name)
     # The last argument is the number of ranks on a node; None for an exchange from rank to rank.
     span = enter(name, "all_to_all_single", group, x, (out_sizes, in_sizes, nodes and nodes.size))
-    if span is None:
-        if (out_sizes, in_sizes) != (None, None):
-            _planned(plan.all_to_all_single, x, group, name, 1, 0, out_sizes, in_sizes)
-        return (x, None) if asynchronous else x
     is_even = out_sizes is None and in_sizes is None
-    try:  # not by ``_planned``: one call more takes a hundredth of the time of eight ranks' exchange
+    if span is None and is_even:
+        return (x, None) if asynchronous else x
+    world = 1 if span is None else span.world
+    try:
         if is_even:
-            planned = cached_all_to_all_single(x.shape, x.itemsize, span.world, 0)
+            planned = cached_all_to_all_single(x.shape, x.itemsize, world, 0)
         else:
-            planned = plan.all_to_all_single(x.shape, x.itemsize, span.world, group.rank(), out_sizes, in_sizes)
+            planned = plan.all_to_all_single(x.shape, x.itemsize, world, group.rank(), out_sizes, in_sizes)
     except CommError as error:
         raise located(error, x.shape, name, group) from None
+    if span is None:
+        return (x, None) if asynchronous else x
     x, copied = ops.contiguous(x)
     shape = planned.shape
     # A stride does not depend on the number of rows, which may be new in every call with split sizes.
@@ -271,17 +265,23 @@ def all_to_all(
             x, scatter_dim, gather_dim, group, name, shape, scatter_sizes, gather_sizes
         )
     span = enter(name, "all_to_all", group, x, (scatter_dim, gather_dim, scatter_sizes, gather_sizes))
+    is_even = scatter_sizes is None and gather_sizes is None
+    if span is None and is_even and shape is None:
+        return x
+    world = 1 if span is None else span.world
+    try:
+        if is_even:
+            planned = cached_all_to_all(x.shape, x.itemsize, scatter_dim, gather_dim, world, 0)
+        else:
+            sizes = scatter_sizes, gather_sizes
+            planned = sized_all_to_all(x.shape, x.itemsize, scatter_dim, gather_dim, world, group.rank(), *sizes)
+    except CommError as error:
+        raise located(error, x.shape, name, group) from None
     if span is None:
-        if (scatter_sizes, gather_sizes) != (None, None):
-            _planned(plan.all_to_all, x, group, name, scatter_dim, gather_dim, 1, 0, scatter_sizes, gather_sizes)
         if shape is None:
             return x
         check_input(x, name)
         return x.reshape(shape)
-    world, sizes, rank, planner = span.world, (scatter_sizes, gather_sizes), 0, cached_all_to_all
-    if sizes != (None, None):
-        rank, planner = group.rank(), plan.all_to_all
-    planned = _planned(planner, x, group, name, scatter_dim, gather_dim, world, rank, *sizes)
     wire, path, copied = ops.pack(ops.resolved(x), scatter_dim, world, planned.send_sizes or None)
     if planned.send_sizes or wire.shape[0] % world:  # dims of size 1 in front; torch 2.15 wants to split dim 0
         received, wire = empty(wire, (math.prod(planned.shape),), (1,), wire.dtype), wire.view(-1)
@@ -293,8 +293,8 @@ def all_to_all(
     del wire  # frees the sent buffer before the result is allocated
     out = received
     if not planned.in_order:
-        sizes = planned.recv_sizes or None
-        out, unpack_path, unpacked = ops.unpack(received, planned.shape, gather_dim, world, sizes)
+        rows = planned.recv_sizes or None
+        out, unpack_path, unpacked = ops.unpack(received, planned.shape, gather_dim, world, rows)
         path, copied = (path if path != "view" else unpack_path), copied + unpacked
     target = planned.shape if shape is None else shape
     if out.shape != target:

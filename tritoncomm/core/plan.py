@@ -36,6 +36,7 @@ __all__ = [
     "normalize_sizes",
     "reduce_scatter",
     "resized",
+    "sized_all_to_all",
     "split",
     "split_evenly",
 ]
@@ -159,6 +160,8 @@ _cached = lru_cache(maxsize=8192)  # shapes repeat in every step, and a plan tak
 cached_all_gather, cached_reduce_scatter = _cached(all_gather), _cached(reduce_scatter)
 cached_all_to_all, cached_all_to_all_single = _cached(all_to_all), _cached(all_to_all_single)
 cached_split = _cached(split)
+sized_all_to_all = lru_cache(maxsize=256)(all_to_all)
+"""``all_to_all`` by split sizes, which may be new in every call and grow with the ranks: a small cache of its own."""
 
 
 def all_reduce_bytes(nbytes: int, world: int) -> int:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Split", "split_by", "split_of"]
 
 
-@dataclass(eq=False)  # never changed; a frozen one takes 3 us to make, and calls with split sizes make one each
+@dataclass(eq=False)  # never changed; a frozen one takes 3 us to make, and calls with new split sizes make one each
 class Split:
     """``rows[o, w*run + k] <-> wire[w, o, k]`` where ``w*run + k < row``, for a tensor of one shape and strides.
 
@@ -153,11 +153,11 @@ def split_of(shape: Ints, stride: Ints | None, dim: int, world: int) -> Split:
     return Split(shape, stride, dim, world, None, outer, row, run, run * world == row, None)
 
 
+@lru_cache(maxsize=256)  # of its own: sizes that are new in every call leave the other splits where they are
 def split_by(shape: Ints, stride: Ints | None, dim: int, world: int, sizes: Ints | None) -> Split:
     """Return the split of a tensor by these sizes of ``dim``; without them ``split_of``."""
     if sizes is None:
         return split_of(shape, stride, dim, world)
-    # Sizes change from call to call: their splits would only evict the others from the cache.
     dim = normalize_dim(shape, dim)
     check_split_sizes(shape, dim, world, sizes)
     inner = math.prod(shape[dim + 1 :])

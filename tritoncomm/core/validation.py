@@ -91,10 +91,11 @@ def checked_dim(x: Tensor, dim: int, name: str) -> int:
             dim = int(dim.__index__())
         except (AttributeError, TypeError):
             raise ArgumentError(f"{name}: a dim must be an int, not {dim!r}") from None
-    if not -x.dim() <= dim < x.dim():
+    dims = x.dim()
+    if not -dims <= dim < dims:
         check_kind(x, name)  # a nested tensor has no shape
         raise ShapeError(f"{name}: dim {dim} is out of range for shape {tuple(x.shape)}")
-    return dim % x.dim()
+    return dim % dims
 
 
 def checked_ints(values: Any, what: str) -> tuple[int, ...]:

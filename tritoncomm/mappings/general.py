@@ -27,8 +27,6 @@ def checked(input_: Any, group: GroupLike | None, name: str) -> ProcessGroup:
     """Return the group to use; reject anything but a tensor, and forward-mode AD, which ``autograd.Function`` hides."""
     if forward_ad._current_level >= 0 and isinstance(input_, Tensor):
         refuse_forward_ad(input_, name)
-    if isinstance(input_, Tensor) and isinstance(group, ProcessGroup):
-        return group
     if not isinstance(input_, Tensor):
         raise ArgumentError(f"{name}: input_ must be a tensor, not {type(input_).__name__}")
     return resolve(group, name)
