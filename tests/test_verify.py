@@ -13,7 +13,7 @@ from jobs import without_launcher
 from pool import Pool
 from torch.distributed import ProcessGroup
 from typer.testing import CliRunner
-from verify_cases import BUILDS, FAULTS
+from verify_faults import BUILDS, FAULTS
 from verify_programs import PROGRAMS
 
 from tritoncomm import cli, mappings, verify
@@ -44,6 +44,34 @@ def report_of(group: ProcessGroup, model: str, fault: str = "") -> verify.Report
         torch.set_default_dtype(before)
 
 
+MODELS = (
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3_text", "phi3", "gpt2", "gpt_neox",
+    "olmo2", "cohere", "granite", "starcoder2",
+)  # fmt: skip
+
+
+def run_model(group: ProcessGroup, kind: str) -> verify.Report:
+    """The report on a model of transformers under our Ulysses attention."""
+    from tritoncomm.integrations import transformers as ours
+    from tritoncomm.verify.transformers_models import case_of
+
+    build, before = case_of(kind), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        alone = build(0, 1, None, None)
+        assert isinstance(alone.model, torch.nn.Module)
+        verify.without_noise(alone.model)
+        verify.draw(alone.model)
+        state = {name: x.clone() for name, x in alone.model.state_dict().items()}
+        whole, mine = verify.record(alone), build(group.rank(), group.size(), group, state)
+        assert isinstance(mine.model, torch.nn.Module)
+        verify.without_noise(mine.model)
+        return verify.compare(whole, verify.record(mine), group)
+    finally:
+        torch.set_default_dtype(before)
+        ours.unregister()
+
+
 def run_cases(group: ProcessGroup, cases: list[tuple[str, ...]]) -> list[verify.Report]:
     return [report_of(group, *case) for case in cases]
 
@@ -69,7 +97,28 @@ def test_right_programs_are_equal(pool: Pool, world: int, programs: list[tuple[s
     assert not wrong, "\n\n".join(wrong)
 
 
-EVERY = [(model, fault) for fault, (models, _) in FAULTS.items() for model in models]
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("world", [2, 4])  # by 4 with two heads of keys and values
+def test_models_over_sequence_shards_are_equal(pool: Pool, kind: str, world: int) -> None:
+    pytest.importorskip("transformers")
+    reports = pool.run(run_model, kind, world=world, timeout=300)
+    assert all(each == reports[0] for each in reports)
+    assert reports[0].equal, str(reports[0])
+    assert reports[0].counts["compared"] > 100
+
+
+EVERY = [(model, fault) for fault, model in FAULTS]
+
+
+def test_every_fault_stands_in_two_models() -> None:
+    models: dict[str, set[str]] = {}
+    for fault, model in FAULTS:
+        models.setdefault(fault, set()).add(model)
+    assert len(models) >= 20
+    assert all(len(each) >= 2 for each in models.values())
+    named = {fault for fault in models if all(words for (each, _), (_, words) in FAULTS.items() if each == fault)}
+    assert len(named) >= 14, "the cause in words"
 
 
 @pytest.mark.parametrize(
@@ -82,8 +131,8 @@ def test_faults_are_named(pool: Pool, world: int, cases: list[tuple[str, str]]) 
     assert all(each == ranks[0] for each in ranks)
     wrong = []
     for (model, fault), report in zip(cases, ranks[0], strict=True):
-        models, words = FAULTS[fault]
-        if report.equal or report.first != models[model] or words not in str(report):
+        first, words = FAULTS[fault, model]
+        if report.equal or report.first != first or words not in str(report):
             wrong.append(f"{model}, {fault}: {report.first}\n{report}")
     assert not wrong, "\n\n".join(wrong)
 

@@ -4,7 +4,6 @@
 whose ranks hold parts of the sequence, with tied embeddings. Both run on one rank, too, where nothing is sent.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +13,21 @@ from torch import Tensor, nn
 from tritoncomm import collective, mappings
 from tritoncomm.verify import Case
 
-__all__ = ["BUILDS", "FAULTS", "sequence", "tensor"]
+__all__ = [
+    "BATCH",
+    "CLASSES",
+    "HIDDEN",
+    "INNER",
+    "Loss",
+    "Ranks",
+    "Row",
+    "ShardedNorm",
+    "gradients_summed",
+    "numbers",
+    "sequence",
+    "sizes_of",
+    "tensor",
+]
 
 HIDDEN, HEADS, INNER, CLASSES, BATCH = 16, 4, 24, 32, 2
 
@@ -51,6 +64,11 @@ class Row(nn.Module):
         ranks, y = self.ranks, F.linear(x, self.weight)
         if self.bias is not None and ranks.has("bias added W times"):
             return ranks.sum(y + self.bias)
+        y = self.summed(y)
+        return y if self.bias is None else y + self.bias
+
+    def summed(self, y: Tensor) -> Tensor:
+        ranks = self.ranks
         if self.name == "out" and ranks.world > 1:
             if ranks.fault == "never summed":
                 return y
@@ -60,8 +78,7 @@ class Row(nn.Module):
                 return ranks.sum(y) / ranks.world
             if ranks.fault == "summed twice":
                 return ranks.sum(ranks.sum(y))
-        y = ranks.sum(y)
-        return y if self.bias is None else y + self.bias
+        return ranks.sum(y)
 
 
 class ShardedNorm(nn.Module):
@@ -247,14 +264,30 @@ class SequenceDecoder(nn.Module):
         return self.head(self.norm(x))
 
 
+def sizes_of(ranks: Ranks, length: int) -> list[int]:
+    """How many tokens every rank has."""
+    more = 0 if ranks.has("an uneven tail dropped") else length % ranks.world
+    return [length // ranks.world + (r < more) for r in range(ranks.world)]
+
+
+def gradients_summed(model: nn.Module, ranks: Ranks) -> None:
+    """Add the gradients up over the ranks."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # as frameworks do, or ranks would wait
+        if ranks.world > 1 and not ranks.has("gradients never summed"):
+            collective.all_reduce(p.grad, ranks.group)
+            if ranks.has("gradients summed twice"):
+                collective.all_reduce(p.grad, ranks.group)
+            if ranks.has("gradients averaged"):
+                p.grad /= ranks.world
+
+
 def sequence(
     rank: int, world: int, group: Any, whole: dict[str, Tensor] | None, fault: str = "", length: int = 7
 ) -> Case:
     """The decoder whose ranks hold parts of the sequence, which they do not divide."""
     ranks = Ranks(rank, world, group, fault)
-    sizes = [length // world + (r < length % world) for r in range(world)]
-    if ranks.has("an uneven tail dropped"):
-        sizes = [length // world] * world
+    sizes = sizes_of(ranks, length)
     model = SequenceDecoder(ranks, length, sizes)
     if whole is not None:
         model.load_state_dict(whole)
@@ -270,49 +303,9 @@ def sequence(
         count = targets.numel() if ranks.has("loss over local tokens") else BATCH * length
         loss = total / count
         (loss / world if ranks.has("loss divided by the ranks") else loss).backward()
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # as frameworks do, or ranks would wait
-            if world > 1 and not ranks.has("gradients never summed"):
-                collective.all_reduce(p.grad, group)
-                if ranks.has("gradients summed twice"):
-                    collective.all_reduce(p.grad, group)
-                if ranks.has("gradients averaged"):
-                    p.grad /= world
+        gradients_summed(model, ranks)
         if ranks.has("gradient None on one rank") and rank == 1:
             model.blocks[0].mlp[0].weight.grad = None
         return loss
 
     return Case(model, step)
-
-
-BUILDS: dict[str, Callable[..., Case]] = {"tensor": tensor, "sequence": sequence}
-_OUT, _UP, _MLP = "blocks.0.attention.out", "blocks.0.mlp.up", "blocks.0.mlp"
-# Kind: by model the first wrong module, and words of the report.
-FAULTS: dict[str, tuple[dict[str, str], str]] = {
-    "never summed": ({"tensor": _OUT}, "never summed"),
-    "summed twice": ({"tensor": _OUT}, "times the whole one"),
-    "averaged": ({"tensor": _OUT}, "is 1/"),
-    "cast on the wire": ({"tensor": _OUT}, "torch.bfloat16 appeared"),
-    "bias added W times": ({"tensor": "blocks.0.mlp.down"}, "bias was added"),
-    "norm over the local hidden size": ({"tensor": "blocks.0.mlp.norm"}, "no collective ran inside"),
-    "softmax over local classes": ({"tensor": "loss"}, ""),
-    "input gradient never summed": ({"tensor": "blocks.1.norm2"}, "was never summed"),
-    "shards swapped": ({"tensor": _UP}, "chunks in another order"),
-    "fused chunks in another order": ({"tensor": "blocks.0.attention.qkv"}, ""),
-    "wrong mask": ({"tensor": "blocks.0.attention", "sequence": "blocks.0.attention"}, "between its modules"),
-    "loss divided by the ranks": ({"tensor": "head", "sequence": "head"}, "is 1/"),
-    "gradient None on one rank": ({"tensor": _UP, "sequence": "blocks.0.mlp.0"}, "is None on rank 1"),
-    "one rank's weights are stale": (
-        {"tensor": "blocks.1.mlp.up", "sequence": "blocks.1.mlp.0"},
-        "only rank 1 differs",
-    ),
-    "a layer skipped on one rank": ({"tensor": "blocks.1.norm2", "sequence": "blocks.1.norm2"}, "never ran on rank 1"),
-    "attention over local tokens": ({"sequence": "blocks.0.attention"}, "between its modules"),
-    "shifted positions": ({"sequence": "positions"}, ""),
-    "an uneven tail dropped": ({"sequence": "tokens"}, "the ranks hold"),
-    "untied weights": ({"sequence": "head"}, "tied to"),
-    "gradients never summed": ({"sequence": "head"}, "was never summed"),
-    "gradients summed twice": ({"sequence": "head"}, "times the whole one"),
-    "gradients averaged": ({"sequence": "head"}, "is 1/"),
-    "loss over local tokens": ({"sequence": "head"}, ""),
-}

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from verify_cases import sequence, tensor
+from verify_others import gated, rotary
 
 from tritoncomm import parallel
 from tritoncomm.demo.plain_model import PlainTransformer, sharded
@@ -186,6 +187,9 @@ PROGRAMS: dict[str, Callable[..., Case]] = {
     "sequence of 7": sequence,
     "sequence of 8": partial(sequence, length=8),
     "one token per rank": partial(sequence, length=4),
+    "gated": gated,
+    "rotary, 9 tokens": rotary,
+    "rotary, one token per rank": partial(rotary, length=4),
     "ddp": ddp,
     "ddp, recomputed": partial(ddp, recompute=True),
     "fsdp2": fsdp,

@@ -23,6 +23,7 @@ from jobs import run_job
 from megatron_calls import attributes, calls
 from megatron_cpu import core
 from megatron_jobs import CASES, QUICK_STEPS, compare, compile_linear, quick
+from megatron_verify import WAYS, verified
 
 from tritoncomm import mappings
 from tritoncomm.errors import ArgumentError, UnsupportedError
@@ -133,9 +134,19 @@ def test_modules_with_pipelines_of_their_own(quick_results: list[Any]) -> None:
 
 @pytest.mark.timeout(600)
 def test_a_gpt_is_that_of_one_process(quick_results: list[Any]) -> None:
-    """Module by module, Megatron alone and with ours, tensor and sequence parallel."""
+    """Module by module, sequence parallel and with experts."""
     for _, found in quick_results[:2]:
-        assert found["verify"] == dict.fromkeys(["tensor", "tensor, ours", "sequence", "sequence, ours"], "")
+        assert found["verify"] == dict.fromkeys(["sequence", "experts, all-to-all"], "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ours", [False, True], ids=["alone", "ours"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_way_is_that_of_one_process(ours: bool, ranks: int, tmp_path: Path) -> None:
+    names = [name for name, way in WAYS.items() if way.ranks == ranks]
+    for found in _jobs(verified, ranks, str(tmp_path / "store"), names, ours):
+        assert found == dict.fromkeys(names, "")
 
 
 @pytest.mark.timeout(600)

@@ -357,7 +357,10 @@ class _Comparison:
             parts = call.name.split(".") if call.name else []
             for depth in range(len(parts) + 1):
                 first.setdefault(".".join(parts[:depth]), i)
-        names = sorted(self.whole.gradients, key=lambda name: -first.get(name.rpartition(".")[0], -1))
+        own = {name: first.get(name.rpartition(".")[0], -1) for name in self.whole.gradients}
+        # The gradient of a tied parameter is whole when backward has passed the first module that uses it.
+        tied = {name: min(own[each] for each in names) for names in self.whole.tied.values() for name in names}
+        names = sorted(self.whole.gradients, key=lambda name: (-tied.get(name, own[name]), -own[name]))
         for name in names:
             whole = self.whole.gradients[name]
             if whole is None:
@@ -442,16 +445,7 @@ class _Comparison:
             ]
             if narrower:
                 found.append(f"{narrower[0]} appeared, which one process does not have")
-            bias = self.whole.parameters.get(f"{call.name}.bias")
-            if (
-                bias is not None
-                and nearest is not None
-                and nearest == Relation.equal()
-                and bias.shape == whole.shape[-1:]
-            ):
-                for times in range(2, len(parts) + 1):
-                    if all(difference(x, whole + (times - 1) * bias) <= 4 * bound for x in parts):
-                        found.append(f"its bias was added {times} times")
+            found += self._words_of_bias(call, whole, parts, bound)
             if (
                 len(parts) > 1
                 and all(before == after for before, after in (each.collectives for each in own))
@@ -459,6 +453,24 @@ class _Comparison:
             ):
                 found.append("no collective ran inside")
         return "".join(f"; {each}" for each in found)
+
+    def _words_of_bias(self, call: Call, whole: Tensor, parts: list[Tensor], bound: float) -> Iterator[str]:
+        """Yield what explains values to which a bias was added: how often, or what is wrong with the rest."""
+        bias = self.whole.parameters.get(f"{call.name}.bias")
+        if bias is None or bias.shape != whole.shape[-1:] or any(x.shape != whole.shape for x in parts):
+            return
+        for times in range(2, len(parts) + 1):
+            if all(difference(x, whole + (times - 1) * bias) <= 4 * bound for x in parts):
+                yield f"its bias was added {times} times"
+                return
+        whole, parts = whole - bias, [x - bias for x in parts]
+        factor = _factor(parts, [whole] * len(parts), bound)
+        if factor is not None:
+            yield f"{factor}, but for its bias"
+            return
+        added = find(whole, parts, 4 * bound, True).relation
+        if added is not None and added.is_partial and not added.is_mean:
+            yield f"the ranks' parts were never summed ({added}, but for its bias)"
 
     def _words_of_values(
         self, whole: Tensor, parts: list[Tensor], bound: float, ranks: list[int], nearest: Relation | None
