@@ -74,7 +74,7 @@ test-models: $(READY) $(PEERS)  ## tests every model of transformers
 # Peers' own test suites and recipes with the newest releases, first alone, then with ours in their place. Their sources
 # come from GitHub; WORLD_MEGATRON=, WORLD_DEEPSPEED=, WORLD_YUNCHANG= and WORLD_COLOSSALAI= name a folder or a git
 # repository instead. ARGS="--only TRL" runs one suite, and --write puts the rows into docs/compatibility.md.
-world := torch transformers accelerate trl datasets requests pytest-mock deepspeed yunchang
+world := torch transformers accelerate trl datasets requests pytest-mock deepspeed yunchang spmd-types
 test-world: $(if $(PYTHON),,.venv-world/.ready $(MEGATRON:%=.megatron/%))  ## runs peers' own tests with ours in their place
 	PYTHONPATH=$(MEGATRON:%=$(CURDIR)/.megatron/%:)$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/tools$(PYTHONPATH:%=:%) \
 	    $(or $(PYTHON),.venv-world/bin/python) -m outside $(ARGS)

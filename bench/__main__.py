@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.rounds is not None and options.rounds < 1:
         parser.error("--rounds must be 1 or more")
     if options.part and options.part not in parts():
-        parser.error(f"no part {options.part!r}; there are {', '.join(parts())}")
+        parser.error(f"no part {options.part!r}; --list shows them")
     if options.part and options.part not in _runnable():
         parser.error("part gpu needs a CUDA device, and torch sees none here")
     if options.plot and (problem := pictures.problem()):
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if problem:
             print(f"{problem}\nnot run: {', '.join(absent)}", flush=True)
         for name in [each for each in names if each not in absent]:
-            print(f"{name}: microseconds of ours at p20, ratio of p20 to each peer, half its spread", flush=True)
+            print(f"{name}: us of ours at p20, ratio of p20 to each peer, half its spread", flush=True)
             outcomes.append(run(name, folder, options.rounds, options.only, lambda line: print(line, flush=True)))
         if options.plot:
             _draw([one.part for one in outcomes], folder)

@@ -384,7 +384,7 @@ def row(case: Case, figures: Figures) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="The page about the machine code of the kernels.")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} instead of printing it")
-    parser.add_argument("--target", choices=list(TARGETS), default="sm_90")
+    parser.add_argument("--target", choices=list(TARGETS), default="sm_90", metavar="TARGET", help=", ".join(TARGETS))
     options = parser.parse_args()
     if options.write:
         PAGE.write_text(page())

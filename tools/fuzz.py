@@ -218,7 +218,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Drawn inputs: a right answer or an error by name.")
     parser.add_argument("--cases", type=int, default=CASES)
     parser.add_argument("--seed", type=int, help="of the first round; a failing round names its own")
-    parser.add_argument("--domains", nargs="+", default=list(DOMAINS), choices=list(DOMAINS))
+    parser.add_argument(
+        "--domains", nargs="+", default=list(DOMAINS), choices=list(DOMAINS), metavar="NAME", help=", ".join(DOMAINS)
+    )
     options = parser.parse_args(arguments)
     first = int(time.time()) if options.seed is None else options.seed
     share = sum(DOMAINS[name].share for name in options.domains)

@@ -175,8 +175,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="only write the page")
     parser.add_argument("--root", type=Path, default=ROOT, help="the folder that has the environments")
-    parser.add_argument("--environments", nargs="+", choices=ENVIRONMENTS, help="by default those that are there")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    names = ", ".join(ENVIRONMENTS)
+    parser.add_argument(
+        "--environments", nargs="+", choices=ENVIRONMENTS, metavar="NAME", help=f"of {names}; those there"
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     options = parser.parse_args(arguments)
     results = json.loads(RESULTS.read_text())
 

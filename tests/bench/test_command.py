@@ -58,7 +58,7 @@ def test_help_and_parts_fit_80_columns(capsys: pytest.CaptureFixture[str], monke
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("nothing",), "no part 'nothing'; there are"),
+        (("nothing",), "no part 'nothing'; --list shows them"),
         (("kernels", "--rounds", "0"), "--rounds must be 1 or more"),
         (("gpu",), "part gpu needs a CUDA device"),
         (("kernels", "--plot"), "--plot needs matplotlib: pip install -e '.[bench]'"),
