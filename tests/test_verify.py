@@ -137,6 +137,12 @@ def test_faults_are_named(pool: Pool, world: int, cases: list[tuple[str, str]]) 
     assert not wrong, "\n\n".join(wrong)
 
 
+def test_a_module_around_modules_that_one_rank_has_is_named(pool: Pool) -> None:
+    for world in (2, 4):
+        for (report,) in pool.run(run_cases, [("channels", "another expert's gate")], world=world):
+            assert report.first == "mixture", str(report)
+
+
 def relations(whole: torch.Tensor) -> list[verify.Relation]:
     """Relations of four ranks to a tensor ``[8, 12, 6]``."""
     of = verify.Relation

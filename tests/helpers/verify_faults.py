@@ -4,12 +4,19 @@ from collections.abc import Callable
 
 from verify_cases import sequence, tensor
 from verify_others import gated, rotary
+from verify_programs import channels
 
 from tritoncomm.verify import Case
 
 __all__ = ["BUILDS", "FAULTS"]
 
-BUILDS: dict[str, Callable[..., Case]] = {"tensor": tensor, "sequence": sequence, "gated": gated, "rotary": rotary}
+BUILDS: dict[str, Callable[..., Case]] = {
+    "tensor": tensor,
+    "sequence": sequence,
+    "gated": gated,
+    "rotary": rotary,
+    "channels": channels,
+}
 _OUT, _UP = "blocks.0.attention.out", "blocks.0.mlp.up"
 _DOWN = "layers.0.gated.down"
 # Kind, model: the first wrong module, and words of the report.

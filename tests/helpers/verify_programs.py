@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from verify_cases import sequence, tensor
+from verify_cases import Ranks, Row, sequence, tensor
 from verify_others import gated, rotary
 
 from tritoncomm import parallel
@@ -25,7 +25,7 @@ from tritoncomm.demo.settings import Settings
 from tritoncomm.tensor import ProcessGroup
 from tritoncomm.verify import Case
 
-__all__ = ["PROGRAMS"]
+__all__ = ["PROGRAMS", "channels"]
 
 BATCH, LENGTH, CLASSES = 8, 8, 24
 
@@ -140,6 +140,59 @@ def colo(rank: int, world: int, group: Any, whole: Any) -> Case:
     return Case(model, step)
 
 
+class Channels(nn.Module):
+    """Channels that are split: a bias that a norm takes away, complex weights, and a mixture of experts by rank."""
+
+    def __init__(self, ranks: Ranks, experts: int = 4) -> None:
+        super().__init__()
+        world, rank = ranks.world, ranks.rank
+        self.ranks = ranks
+        self.up, self.norm = nn.Linear(16, 32 // world), nn.BatchNorm1d(32 // world)
+        self.filter = nn.Parameter(torch.randn(32 // world, 5, dtype=torch.complex128))
+        self.down = Row(ranks, 32, 16, True, "down")
+        self.mixture = Mixture(ranks, [*range(rank * experts // world, (rank + 1) * experts // world)], experts)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.up(self.ranks.copy(x)))
+        y = torch.fft.irfft(torch.fft.rfft(y.t(), n=BATCH, dim=1) * self.filter, n=BATCH, dim=1).t()
+        return self.head(self.mixture(self.down(y)))
+
+
+class Mixture(nn.Module):
+    """Experts that one rank has, each under its number among all."""
+
+    def __init__(self, ranks: Ranks, numbers: list[int], experts: int) -> None:
+        super().__init__()
+        self.ranks, self.router = ranks, nn.Linear(16, experts)
+        self.experts = nn.ModuleDict({str(i): nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for i in numbers})
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates, x = self.ranks.copy(self.router(x).softmax(-1)), self.ranks.copy(x)
+        shift = self.ranks.rank if self.ranks.has("another expert's gate") else 0
+        parts = [gates[:, (int(i) + shift) % gates.shape[1], None] * expert(x) for i, expert in self.experts.items()]
+        return self.ranks.sum(torch.stack(parts).sum(0))
+
+
+def channels(rank: int, world: int, group: Any, whole: Any, fault: str = "") -> Case:
+    model = Channels(Ranks(rank, world, group, fault))
+    if whole is not None:
+        dims = {"up": 0, "norm": 0, "filter": 0, "down.weight": 1}
+        state = {}
+        for name in model.state_dict():
+            dim = next((dim for key, dim in dims.items() if name.startswith(key) and whole[name].dim()), None)
+            state[name] = whole[name] if dim is None else whole[name].chunk(world, dim)[rank]
+        model.load_state_dict(state)
+    x = torch.randn(BATCH, 16, generator=torch.Generator().manual_seed(4))
+
+    def step() -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    return Case(model, step)
+
+
 def pipeline(rank: int, world: int, group: Any, whole: Any, parts: int = 2) -> Case:
     """Stages that send to each other, several micro-batches, forward and backward one after the other."""
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
@@ -201,5 +254,6 @@ PROGRAMS: dict[str, Callable[..., Case]] = {
     "our styles": partial(styled, styles=parallel, in_sequence=False),
     "our styles, sequence": partial(styled, styles=parallel, in_sequence=True),
     "ColoTensor": colo,
+    "channels": channels,
     "pipeline": pipeline,
 }

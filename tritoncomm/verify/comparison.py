@@ -184,7 +184,7 @@ class _Comparison:
             eps = max(torch.finfo(x.dtype).eps for x in [whole, *parts] if x.is_floating_point() or x.is_complex())
             bound = 4 * eps * _largest(whole)
             found = find(_wide(whole), list(map(_wide, parts)), bound, False, self._declared(name))
-            if not is_telling(whole):
+            if not is_telling(_wide(whole)):
                 self.counts["ambiguous"] += 1
             self.counts["compared"] += 1
             if found.relation is not None:
@@ -263,7 +263,7 @@ class _Comparison:
                 continue
             values = _wide(whole), list(map(_wide, parts)), self._bound(call, j)
             found = find(*values, True, self._declared(call.name))
-            if found.relation is None and self._is_divided(call.name):
+            if found.relation is None and self._is_divided(call.name) and self._are_stages(values, present):
                 self.alone.append(call.name)
                 return "", None
             if found.relation is None:
@@ -281,6 +281,18 @@ class _Comparison:
         """Whether ranks have different modules inside of one, as a pipeline's stages have: its outputs differ, too."""
         every = set().union(*(each.modules for each in self.ranks))
         return any(_is_inside(inner, name) for each in self.ranks for inner in every - set(each.modules))
+
+    def _are_stages(self, values: tuple[Tensor, list[Tensor], float], present: list[tuple[int, Call]]) -> bool:
+        """Whether every rank's output is the whole one or what the last module inside returned, as of stages it is."""
+        whole, parts, bound = values
+        for (rank, call), part in zip(present, parts, strict=True):
+            inner = {i for each in self.ranks[rank].calls if _is_inside(each.name, call.name) for i in each.outputs}
+            tensors = self.ranks[rank].tensors
+            if (part.shape != whole.shape or difference(part, whole) > bound) and not any(
+                tensors[i].shape == part.shape and torch.equal(_wide(tensors[i]), part) for i in inner
+            ):
+                return False
+        return True
 
     def _bound(self, call: Call, j: int, of_input: bool = False) -> float:
         """Return the largest difference that rounding may make to an output, or an input, of a call."""
@@ -380,7 +392,9 @@ class _Comparison:
             if missing:
                 self._add(module, f"gradient of {name} is None on {_ranks(missing)}")
                 continue
-            bound = _FACTOR * eps * math.sqrt(reduction) * max(_largest(whole), 1e-3 * largest)
+            # Of the largest of all: a gradient may be what is left of addends that cancel. That of a bias in front of a
+            # norm is nothing but their rounding.
+            bound = _FACTOR * eps * math.sqrt(reduction) * largest
             if self.whole.exact is not None:
                 bound = max(bound, _rounding(whole, self.whole.exact.gradients.get(name)))
             relation = self._declared(f"gradient {name}") or self.held[name]
@@ -533,8 +547,8 @@ def _is_inside(name: str, outer: str) -> bool:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Return a tensor in float64, or complex128."""
-    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+    """Return a tensor in float64; a complex one with its parts in a last dim."""
+    return torch.view_as_real(x.to(torch.complex128)) if x.is_complex() else x.to(torch.float64)
 
 
 def _rounding(x: Tensor, exact: Tensor | None) -> float:

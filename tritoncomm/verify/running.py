@@ -189,7 +189,9 @@ def _ready(case: Any, settings: Settings, dtype: str) -> list[str]:
         if not settings.keep_noise:
             noise += without_noise(module)
         # Parameters of a default dtype have it already; a model of another dtype is moved, shards and all.
-        floats = {p.dtype for p in module.parameters() if p.is_floating_point()}
-        if floats - {DTYPES[dtype]}:
-            module.to(DTYPES[dtype])
+        for x in (*module.parameters(), *module.buffers()):
+            if x.is_floating_point() and x.dtype != DTYPES[dtype]:
+                x.data = x.data.to(DTYPES[dtype])
+            elif x.is_complex() and dtype != "bfloat16":  # there is no complex number of 16 bits each
+                x.data = x.data.to(DTYPES[dtype].to_complex())
     return noise
