@@ -173,8 +173,8 @@ def test_before_initialize_the_error_says_what_to_call() -> None:
     for ask in (
         pg.rank, pg.world_size, pg.ranks_in_group, pg.tp_world_size, pg.dp_world_size, pg.tp_rank_list, pg.dp_rank_list,
         pg.tp_local_rank, pg.dp_local_rank, pg.tp_process_group, pg.dp_process_group, pg.set_cpu_groups,
-        pg.device_mesh, lambda: pg.has_cpu_groups, x.to_replicate, x.to_replicate_, x.to_dtensor,
-        lambda: x.set_dist_spec(spec), lambda: x.redistribute(ReplicaSpec()), x.get_tp_world_size,
+        pg.device_mesh, lambda: pg.has_cpu_groups, x.to_dtensor,
+        lambda: x.set_dist_spec(spec), lambda: x.redistribute(spec), x.get_tp_world_size,
         lambda: ColoTensor(torch.ones(2), ColoTensorSpec(pg, spec)), lambda: ColoTensor(torch.ones(2), None).normal_(),
         lambda: nn.functional.dropout(x), lambda: nn.init.normal_(x), lambda: torch.rand_like(x),
         lambda: shard_parameters(module, {"weight": spec}), lambda: shard_parameters(module, {}),
@@ -183,6 +183,9 @@ def test_before_initialize_the_error_says_what_to_call() -> None:
         with pytest.raises(GroupError, match=r"call tritoncomm\.initialize\(\)"):
             ask()
     assert all(after is before[name] for name, after in module.named_parameters()), "nothing has been changed"
+    x.to_replicate_()
+    for same in (x.to_replicate(), x.redistribute(ReplicaSpec())):  # a replica that stays one needs no ranks
+        assert torch.equal(plain(same), torch.ones(2, 2))
     assert repr(pg) == "ProcessGroup not initialized"
     assert pg == ProcessGroup() == copy.deepcopy(pg) == pickle.loads(pickle.dumps(pg)) == copy.copy(pg)
     assert not hasattr(pg, "_something_else")

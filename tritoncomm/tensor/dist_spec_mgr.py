@@ -11,7 +11,7 @@ from torch import Tensor
 from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.tensor.distspec import Parts, _DistSpec, global_shape_of, local_shape, partitions
 from tritoncomm.tensor.process_group import ProcessGroup
-from tritoncomm.tensor.redistribute import Transition, check_partitions, redistribute
+from tritoncomm.tensor.redistribute import Transition, check_partitions, redistribute, unchanged
 
 __all__ = ["DistSpecManager", "transition_between"]
 
@@ -78,6 +78,8 @@ class DistSpecManager:
                     f"handle_trans_spec: rank {pg.rank()} holds {list(tensor.shape)}, but its shard of {list(shape)} "
                     f"under {old_dist_spec} is {list(expected)}"
                 )
+        if not parts and not partitions(dist_spec, tensor.dim()):
+            return unchanged(tensor)  # needs no ranks, which a process group made before torch.distributed has not
         transition = transition_between(shape, old_dist_spec, dist_spec, pg)
         if _depth.blocks and transition.old != transition.new:
             with torch.no_grad():
