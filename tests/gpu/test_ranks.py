@@ -11,15 +11,18 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from bits import bits
 from devices import Device
 from fuzz_calls import assert_right
 from mapping_cases import MAPPINGS, by_sizes, value
 from shards import shard_of
+from sums_by_hand import by_hand, shard, values
 from threaded import ThreadedRanksError, run_ranks
 from torch.distributed import ProcessGroup
 
-from tritoncomm import counters, mappings, tensor
+from tritoncomm import collective, counters, mappings, tensor
 from tritoncomm.core import ops
+from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.tensor.dispatch import plain
 
 DTYPES = ("bfloat16", "float32")
@@ -55,8 +58,39 @@ def run_redistributions(rank: int, group: ProcessGroup, device: Device) -> None:
             assert torch.equal(plain(leaf.grad), shard_of(gradient, old, rank)), ("backward", *what)
 
 
+def run_sums(rank: int, group: ProcessGroup, device: Device) -> None:
+    """Sums over 16-bit wires, bit for bit those by hand: packed, exchanged in pieces, added up in rank order."""
+    world = group.size()
+    shapes = (
+        ((8 * world, 6), 0, None),
+        ((6, 16 * world), 1, None),
+        ((3 * world + 1, 5), 0, chunk_sizes(3 * world + 1, world)),
+    )
+    for (shape, dim, sizes), dtype, wire in itertools.product(
+        shapes, (torch.bfloat16, torch.float32), (torch.bfloat16, torch.float16)
+    ):
+        every = [values(each, shape, dtype) for each in range(world)]
+        parts = [shard(x, dim, sizes or (shape[dim] // world,) * world, rank) for x in every]
+        options = {"sizes": sizes, "wire": wire}
+        out = collective.reduce_scatter(every[rank].to(device.at), dim, group, **options)  # type: ignore[arg-type]
+        assert torch.equal(bits(out.cpu()), bits(by_hand(parts, wire, dtype))), (shape, dtype, wire)
+        before = values(99, parts[0].shape, torch.float32)
+        total = before.to(device.at, copy=True)
+        collective.reduce_scatter(
+            every[rank].to(device.at),
+            dim,
+            group,
+            **options,
+            scale=0.5,
+            out=total,
+            accumulate=True,  # type: ignore[arg-type]
+        )
+        expected = by_hand(parts, wire, torch.float32, 0.5, before)
+        assert torch.equal(bits(total.cpu()), bits(expected)), (shape, dtype, wire, "accumulated")
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("function", [run_mappings, run_split_sizes, run_redistributions])
+@pytest.mark.parametrize("function", [run_mappings, run_split_sizes, run_redistributions, run_sums])
 @pytest.mark.parametrize("world", WORLDS)
 def test_ranks(device: Device, world: int, function: Callable[[int, ProcessGroup, Device], None]) -> None:
     with ops.path(device.path), device.threads():

@@ -21,6 +21,7 @@ __all__ = [
     "Loss",
     "Ranks",
     "Row",
+    "SequenceAttention",
     "ShardedNorm",
     "gradients_summed",
     "numbers",
@@ -223,14 +224,20 @@ class SequenceAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         ranks = self.ranks
         parts = [part.unflatten(-1, (HEADS, HIDDEN // HEADS)) for part in self.qkv(x).chunk(3, -1)]
-        is_exchanged = ranks.world > 1 and not ranks.has("attention over local tokens")
-        if is_exchanged:
-            parts = [mappings.all_to_all_dims(each, 2, 1, ranks.group, gather_sizes=self.sizes) for each in parts]
+        if ranks.world == 1 or ranks.has("attention over local tokens"):
+            return self.out(self.attend(*parts).flatten(2))
+        return self.out(self.exchanged(*parts).flatten(2))
+
+    def exchanged(self, *parts: Tensor) -> Tensor:
+        group = self.ranks.group
+        parts = tuple(mappings.all_to_all_dims(each, 2, 1, group, gather_sizes=self.sizes) for each in parts)
+        return mappings.all_to_all_dims(self.attend(*parts), 1, 2, group, scatter_sizes=self.sizes)
+
+    def attend(self, *parts: Tensor) -> Tensor:
+        """Causal attention of ``[batch, tokens, heads, size]``."""
         q, k, v = (each.transpose(1, 2) for each in parts)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=not ranks.has("wrong mask")).transpose(1, 2)
-        if is_exchanged:
-            y = mappings.all_to_all_dims(y, 1, 2, ranks.group, scatter_sizes=self.sizes)
-        return self.out(y.flatten(2))
+        causal = not self.ranks.has("wrong mask")
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
 class SequenceBlock(nn.Module):

@@ -16,12 +16,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from verify_cases import Ranks, Row, sequence, tensor
+from verify_cases import Ranks, Row, SequenceAttention, sequence, tensor
 from verify_others import gated, rotary
 
 from tritoncomm import parallel
 from tritoncomm.demo.plain_model import PlainTransformer, sharded
 from tritoncomm.demo.settings import Settings
+from tritoncomm.integrations.deepspeed import DistributedAttention
+from tritoncomm.integrations.yunchang import SeqAllToAll4D
 from tritoncomm.tensor import ProcessGroup
 from tritoncomm.verify import Case
 
@@ -121,6 +123,29 @@ def styled(rank: int, world: int, group: Any, whole: Any, styles: Any, in_sequen
             }
         theirs.parallelize_module(model, mesh, plan)
     return Case(model, stepped(model, *batch()))
+
+
+def ulysses(rank: int, world: int, group: Any, whole: Any, of: str) -> Case:
+    """The model over sequence shards with the attention of another library."""
+    case = sequence(rank, world, group, whole, length=8)
+    assert isinstance(case.model, nn.Module)
+    for module in case.model.modules():
+        if isinstance(module, SequenceAttention) and world > 1:
+            module.exchanged = _through(of, module.attend, group)  # type: ignore[method-assign]
+    return case
+
+
+def _through(of: str, attend: Callable[..., Tensor], group: Any) -> Callable[..., Tensor]:
+    """Attention over all ranks' positions, as the library's users call it, around ``attend``."""
+    if of == "deepspeed":
+        around = DistributedAttention(attend, group, 2, 1)
+        return lambda *parts: around(*parts, 0)
+
+    def exchanged(*parts: Tensor) -> Tensor:
+        y = attend(*(SeqAllToAll4D.apply(group, x, 2, 1) for x in parts))
+        return SeqAllToAll4D.apply(group, y, 1, 2)
+
+    return exchanged
 
 
 def colo(rank: int, world: int, group: Any, whole: Any) -> Case:
@@ -243,6 +268,8 @@ PROGRAMS: dict[str, Callable[..., Case]] = {
     "gated": gated,
     "rotary, 9 tokens": rotary,
     "rotary, one token per rank": partial(rotary, length=4),
+    "DeepSpeed's attention": partial(ulysses, of="deepspeed"),
+    "yunchang's exchange": partial(ulysses, of="yunchang"),
     "ddp": ddp,
     "ddp, recomputed": partial(ddp, recompute=True),
     "fsdp2": fsdp,
