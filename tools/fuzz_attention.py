@@ -117,7 +117,7 @@ def run_attention(group: ProcessGroup, case: Attention) -> str:
 
 def _fits(case: Attention, world: int) -> bool:
     """Whether the call describes one attention over these ranks."""
-    if case.layout not in ("bshd", "sbhd") or case.form not in ("three", "packed"):
+    if case.layout not in ("bshd", "sbhd") or case.form not in ("three", "packed", "other dtype"):
         return False
     if case.given != "right" and (case.given != "none" or len(set(case.sizes)) > 1):
         return False
@@ -154,7 +154,7 @@ def _attention(group: ProcessGroup, case: Attention) -> str:
         sizes = {"none": None, "right": list(case.sizes)}.get(sizes, sizes)
     kwargs = {} if case.mask == "none" else {"attn_mask": _mask(case)}
     must = _fits(case, world) and case.kind in ("plain", "leaf") and case.group in ("group", "name", "mesh")
-    must = must and case.mask in ("none", "global")
+    must = must and case.mask in ("none", "global") and case.form != "other dtype"
     try:
         out = module(*passed, sequence_sizes=sizes, **kwargs)
     except Exception as error:
@@ -164,12 +164,14 @@ def _attention(group: ProcessGroup, case: Attention) -> str:
         return f"problem: {refused}" if must else refused
     if not _fits(case, world):
         return "right" if world == 1 else f"problem: accepted, and gives {tuple(out.shape)}"
+    if case.form == "other dtype":
+        full[2] = full[2].to(_other(case))
     wanted = _attend(*full, seq).split(list(case.sizes), seq)[rank]
     if out.is_meta:
         return "right" if out.shape == wanted.shape else f"problem: shape {tuple(out.shape)}"
     if (out.shape, out.dtype) != (wanted.shape, wanted.dtype) or not torch.equal(bits(out), bits(wanted)):
         return f"problem: {out.dtype} {out.tolist()}, not {wanted.dtype} {wanted.tolist()}"
-    if case.kind != "leaf" or not out.requires_grad:
+    if case.kind != "leaf" or not out.requires_grad or case.form == "other dtype":
         return "right"
     return _gradients(case, passed, out, full, rank, seq)
 
@@ -194,6 +196,11 @@ def _mask(case: Attention) -> Any:
     }[case.mask]  # fmt: skip
 
 
+def _other(case: Attention) -> torch.dtype:
+    """Dtype of the values where it is another one: each dtype travels in a message of its own."""
+    return torch.complex128 if case.dtype == "complex64" else torch.int8
+
+
 def _passed(case: Attention, tensors: list[Tensor], group: ProcessGroup) -> list[Any] | None:
     """The positional arguments; None where torch has no such tensor."""
     if case.form == "packed":
@@ -208,8 +215,7 @@ def _passed(case: Attention, tensors: list[Tensor], group: ProcessGroup) -> list
     if case.form == "four dims":
         return made[:1]
     if case.form == "other dtype":
-        other = torch.complex128 if case.dtype == "complex64" else torch.int8
-        return [made[0], made[1], made[2].to(other) if isinstance(made[2], Tensor) else 3]
+        return [made[0], made[1], made[2].to(_other(case)) if isinstance(made[2], Tensor) else 3]
     if case.form == "3-d":
         if case.kind == "dtensor":  # which would send something itself
             return None

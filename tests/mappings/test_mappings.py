@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fuzz_calls import assert_right
+from fuzz_calls import assert_right, tensor_of
 from mapping_cases import (
     FUNCTIONS,
     GRADS,
@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import mappings as m
 from tritoncomm import record
-from tritoncomm.errors import GroupError, ShapeError
+from tritoncomm.errors import ArgumentError, GroupError, ShapeError
 
 DTYPES = [
     "float32", "bfloat16", "float16", "float64", "int64", "bool", "float8_e4m3fn", "complex64", "int16", "uint16",
@@ -259,6 +259,8 @@ def test_sizes_are_checked_over_one_rank(group: ProcessGroup) -> None:
             else:
                 with pytest.raises(ShapeError):
                     run(asked, x, group)
+            with pytest.raises(ArgumentError, match="not a nested one"):
+                run(asked, tensor_of("nested", x, group), group)
 
 
 def test_global_buffer_results_never_alias(group: ProcessGroup) -> None:

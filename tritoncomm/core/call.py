@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm.core.validation import check_input, world_of
 from tritoncomm.record import Span, hooks
 
-__all__ = ["enter"]
+__all__ = ["enter", "world_of_one"]
 
 
 def enter(
@@ -32,3 +32,9 @@ def enter(
     if isinstance(x, Tensor):
         check_input(x, name)
     return span
+
+
+def world_of_one(x: Tensor, name: str) -> int:
+    """Return 1 for a plan over one rank, by which split sizes are checked, once ``x`` is known to have a shape."""
+    check_input(x, name)
+    return 1

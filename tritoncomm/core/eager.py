@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from tritoncomm.core import backend, compiled, node_exchange, ops, plan
 from tritoncomm.core.backend import Handle
-from tritoncomm.core.call import enter
+from tritoncomm.core.call import enter, world_of_one
 from tritoncomm.core.memory import contiguous_stride, empty
 from tritoncomm.core.node_exchange import Levels
 from tritoncomm.core.plan import (
@@ -30,7 +30,6 @@ from tritoncomm.core.plan import (
     located,
     sized_all_to_all,
 )
-from tritoncomm.core.validation import check_input
 from tritoncomm.errors import CommError
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "all_to_all_single", "reduce_scatter", "split"]
@@ -47,7 +46,7 @@ def all_gather(
     span = enter(name, "all_gather", group, x, (dim, sizes))
     if span is None and sizes is None:
         return (x, None) if asynchronous else x
-    world = 1 if span is None else span.world
+    world = world_of_one(x, name) if span is None else span.world
     try:
         if sizes is None or (x.dim() and all_equal(sizes, world, x.shape[dim])):
             sizes, planned = None, cached_all_gather(x.shape, x.itemsize, dim, world, 0)
@@ -99,7 +98,7 @@ def reduce_scatter(
         return (x, None) if asynchronous else x
     if op is not _SUM and span is not None:
         backend.check_op(op, x, group, name)
-    world = 1 if span is None else span.world
+    world = world_of_one(x, name) if span is None else span.world
     try:
         if sizes is None or (x.dim() and all_equal(sizes, world, x.shape[dim] // world)):
             sizes, planned = None, cached_reduce_scatter(x.shape, x.itemsize, dim, world, 0)
@@ -137,11 +136,12 @@ def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: st
     span = enter(name, "split", group, x, (dim, sizes))
     if span is None and sizes is None:
         return x
+    world = world_of_one(x, name) if span is None else span.world
     try:
-        if span is not None and sizes is None:
-            start, size = cached_split(x.shape, dim, span.world, group.rank())
+        if sizes is None:
+            start, size = cached_split(x.shape, dim, world, group.rank())
         else:
-            start, size = plan.split(x.shape, dim, group.size(), group.rank(), sizes)
+            start, size = plan.split(x.shape, dim, world, group.rank(), sizes)
     except CommError as error:
         raise located(error, x.shape, name, group) from None
     if span is None:
@@ -217,7 +217,7 @@ def all_to_all_single(
     is_even = out_sizes is None and in_sizes is None
     if span is None and is_even:
         return (x, None) if asynchronous else x
-    world = 1 if span is None else span.world
+    world = world_of_one(x, name) if span is None else span.world
     try:
         if is_even:
             planned = cached_all_to_all_single(x.shape, x.itemsize, world, 0)
@@ -268,7 +268,7 @@ def all_to_all(
     is_even = scatter_sizes is None and gather_sizes is None
     if span is None and is_even and shape is None:
         return x
-    world = 1 if span is None else span.world
+    world = world_of_one(x, name) if span is None else span.world
     try:
         if is_even:
             planned = cached_all_to_all(x.shape, x.itemsize, scatter_dim, gather_dim, world, 0)
@@ -278,10 +278,7 @@ def all_to_all(
     except CommError as error:
         raise located(error, x.shape, name, group) from None
     if span is None:
-        if shape is None:
-            return x
-        check_input(x, name)
-        return x.reshape(shape)
+        return x if shape is None else x.reshape(shape)
     wire, path, copied = ops.pack(ops.resolved(x), scatter_dim, world, planned.send_sizes or None)
     if planned.send_sizes or wire.shape[0] % world:  # dims of size 1 in front; torch 2.15 wants to split dim 0
         received, wire = empty(wire, (math.prod(planned.shape),), (1,), wire.dtype), wire.view(-1)
