@@ -454,3 +454,21 @@ def test_what_is_set_to_0_is_told() -> None:
     recording = verify.record(case)
     recording.noise = noise
     assert "set to 0: 1.p = 0.25" in verify.compare(recording, [recording]).lines
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wanted"),
+    [
+        ("float64", (torch.float64, torch.complex128)),
+        ("float32", (torch.float32, torch.complex64)),
+        ("bfloat16", (torch.bfloat16, torch.complex64)),  # no complex number has 16 bits in each part
+    ],
+)
+def test_a_model_of_another_dtype_is_moved(dtype: str, wanted: tuple[torch.dtype, torch.dtype]) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.float16), torch.nn.BatchNorm1d(4))
+    model.filter = torch.nn.Parameter(torch.full((3,), 1 + 2j))
+    before = model.filter
+    running._ready(verify.Case(model, lambda: None), running.Settings("x.py:build"), dtype)
+    assert {x.dtype for x in (*model.parameters(), *model.buffers())} == {*wanted, torch.int64}
+    assert model.filter is before
+    assert bool((model.filter == 1 + 2j).all())

@@ -4,6 +4,7 @@
 whose ranks hold parts of the sequence, with tied embeddings. Both run on one rank, too, where nothing is sent.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "numbers",
     "sequence",
     "sizes_of",
+    "step_of",
     "tensor",
 ]
 
@@ -179,6 +181,20 @@ def numbers(length: int) -> tuple[Tensor, Tensor]:
     return ids[:, :-1], ids[:, 1:]
 
 
+def step_of(model: nn.Module, ranks: Ranks, length: int, name: str) -> Callable[[], Tensor]:
+    """A step of a model that computes its loss; one rank may lose the gradient of the parameter ``name``."""
+    ids, targets = numbers(length)
+
+    def step() -> Tensor:
+        loss = model(ids, targets)
+        (loss / ranks.world if ranks.has("loss divided by the ranks") else loss).backward()
+        if ranks.has("gradient None on one rank") and ranks.rank == 1:
+            model.get_parameter(name).grad = None
+        return loss
+
+    return step
+
+
 def tensor(rank: int, world: int, group: Any, whole: dict[str, Tensor] | None, fault: str = "") -> Case:
     """The decoder with sharded weights."""
     ranks = Ranks(rank, world, group, fault)
@@ -188,16 +204,7 @@ def tensor(rank: int, world: int, group: Any, whole: dict[str, Tensor] | None, f
         if ranks.has("one rank's weights are stale") and rank == 1:
             own["blocks.1.mlp.up.weight"] = own["blocks.1.mlp.up.weight"] + 0.1
         model.load_state_dict(own)
-    ids, targets = numbers(6)
-
-    def step() -> Tensor:
-        loss = model(ids, targets)
-        (loss / world if ranks.has("loss divided by the ranks") else loss).backward()
-        if ranks.has("gradient None on one rank") and rank == 1:
-            model.blocks[0].mlp.up.weight.grad = None
-        return loss
-
-    return Case(model, step)
+    return Case(model, step_of(model, ranks, 6, "blocks.0.mlp.up.weight"))
 
 
 def part(name: str, x: Tensor, ranks: Ranks) -> Tensor:

@@ -22,6 +22,7 @@ from verify_cases import (
     gradients_summed,
     numbers,
     sizes_of,
+    step_of,
 )
 
 from tritoncomm import mappings
@@ -110,16 +111,7 @@ def gated(rank: int, world: int, group: Any, whole: dict[str, Tensor] | None, fa
         if ranks.has("one rank's weights are stale") and rank == 1:
             own["layers.1.gated.norm.weight"] = own["layers.1.gated.norm.weight"] + 0.1
         model.load_state_dict(own)
-    ids, targets = numbers(LENGTH)
-
-    def step() -> Tensor:
-        loss = model(ids, targets)
-        (loss / world if ranks.has("loss divided by the ranks") else loss).backward()
-        if ranks.has("gradient None on one rank") and rank == 1:
-            model.layers[0].gated.gate_up.weight.grad = None
-        return loss
-
-    return Case(model, step)
+    return Case(model, step_of(model, ranks, LENGTH, "layers.0.gated.gate_up.weight"))
 
 
 def _part(name: str, x: Tensor, ranks: Ranks) -> Tensor:
