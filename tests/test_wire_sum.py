@@ -73,6 +73,11 @@ def grid(world: int) -> list[dict[str, Any]]:
     for dim in (0, 1):
         sizes_shape = (sum(uneven), 6) if dim == 0 else (6, sum(uneven))
         cases.append(plain | {"shape": sizes_shape, "dim": dim, "sizes": uneven})
+    # One index of the split dim per rank: by memory some of them are in rank order, also where the indices are not.
+    for layout, dim in product(("transposed", "transposed|contiguous", "columns|transposed", "strided"), (0, -1)):
+        small = (world, 6) if dim == 0 else (6, world)
+        cases.append(plain | {"shape": small, "dim": dim, "layout": layout})
+        cases.append(plain | {"shape": (*small[:1], 2, *small[1:]), "dim": dim, "layout": layout, "asynchronous": True})
     cases += [plain | {"average": True}, plain | {"average": True, "scale": 2.0}, plain | {"asynchronous": True}]
     cases += [plain | {"shape": (0, 4)}, plain | {"shape": (4 * world, 0)}, plain | {"shape": (world,)}]
     return cases
@@ -108,7 +113,8 @@ def drawn(seed: int, world: int) -> list[dict[str, Any]]:
         result = pick(None, *FLOATS)
         cases.append({
             "shape": tuple(shape), "dim": dim, "sizes": sizes, "dtype": pick(*FLOATS), "wire": pick(*wire_sum.WIRES),
-            "layout": pick("contiguous", "strided", "columns"), "result": result, "average": pick(True, False),
+            "layout": pick("contiguous", "strided", "columns", "transposed", "transposed|contiguous"),
+            "result": result, "average": pick(True, False),
             "accumulate": result is not None and pick(True, False), "scale": pick(None, 0.5, -1.7),
             "asynchronous": pick(True, False, False),
         })  # fmt: skip
@@ -459,6 +465,33 @@ def run_uneven_nodes(group: ProcessGroup) -> None:
 def test_two_levels(pool: Pool) -> None:
     pool.run(run_nodes, world=4)
     pool.run(run_uneven_nodes, world=4)
+
+
+def run_waits_in_other_orders(group: ProcessGroup) -> None:
+    """Handles are waited for in another order on each node, with collectives of the program between them."""
+    rank = group.rank()
+    every = [[values(10 * i + each, (8, 6), torch.float32) for each in range(4)] for i in range(3)]
+    with variables.NODE.override(2):
+        started = [
+            collective.reduce_scatter(x[rank], 0, group, async_op=True, wire=torch.bfloat16, exchange="node")
+            for x in every
+        ]
+    assert torch.equal(collective.all_gather(torch.full((1,), float(rank)), 0, group), torch.arange(4.0))
+    for i in (0, 1, 2) if rank < 2 else (2, 0, 1):
+        y = started[i][1].wait()
+        expected = by_hand([x.chunk(4)[rank] for x in every[i]], torch.bfloat16, torch.float32, node=2)
+        assert torch.equal(bits(y), bits(expected))
+    assert torch.equal(collective.all_gather(torch.full((1,), float(rank)), 0, group), torch.arange(4.0))
+
+
+def test_two_levels_are_waited_for_in_any_order(pool: Pool) -> None:
+    pool.run(run_waits_in_other_orders, world=4)
+    pool.run(run_in_check_mode, world=4)
+
+
+def run_in_check_mode(group: ProcessGroup) -> None:
+    with variables.CHECK.override(True):
+        run_waits_in_other_orders(group)
 
 
 def test_what_overflows_is_inf(group: ProcessGroup) -> None:

@@ -123,7 +123,8 @@ def reduce_scatter(
             more rounding of each node's sum.
         exchange: with ``wire``. ``flat``: from rank to rank, the default on one node; over more nodes it sends more
             between them than a ring does, and has to be asked for. ``node``: sums of the ranks of each node travel
-            between nodes, and are summed in the order of the nodes.
+            between nodes, and are summed in the order of the nodes; on a CPU ``async_op`` waits for the former in the
+            call, as messages of a group are matched in the order of their issue.
         scale: with ``wire``, a factor applied to the sum.
         out: with ``wire``, a contiguous tensor for the result, of any floating-point dtype; it may be this rank's shard
             of ``tensor``.

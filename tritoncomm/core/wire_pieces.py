@@ -42,7 +42,7 @@ class Piece:
 
     @cached_property
     def is_in_order(self) -> bool:
-        """Whether the wire has one tensor's elements in their order, so that without a cast no pack is needed."""
+        """Whether the wire has one tensor's elements in the order of its memory: without a cast no pack is needed."""
         itemsize = self.dtype.itemsize
         return self.tensors == 1 and all(
             block.offset * itemsize == block.wire

@@ -6,7 +6,8 @@ pieces: the exchange of a piece runs while the one before it is summed, and only
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate as running
@@ -275,7 +276,7 @@ def sum_shards(
         scale: factor applied to the sum.
         accumulate: add to ``out``, before the one rounding.
         piece_bytes: bytes of the wire in a piece; a twelfth of it by default, 1 MiB at least.
-        result: send all at once, and return a handle that sums in ``wait`` and returns this tensor; None waits here.
+        result: start all exchanges, and return a handle that sums in ``wait`` and returns this tensor; None waits here.
         scratch: memory for what arrives, of a call that sends all at once from rank to rank; new memory by default.
 
     Returns:
@@ -289,19 +290,24 @@ def sum_shards(
     call = _Call(out, group, name, wire, scale, accumulate, scratch)
     path: CopyPath = "view"
     flying: tuple[Piece, Tensor, backend.Work] | None = None
+    buffers: list[Tensor] = []  # of the piece in flight
     for piece in pieces(layouts, world, rank, max(most, 1), wire.dtype, nodes):
         packed, path = call.pack(tensors, piece)
         following = piece, *call.send(packed, piece)
         if flying is not None:
             call.finish(*flying)
-        flying = following
+        flying, buffers = following, [following[1], packed]
     if flying is not None and path == "view":  # nothing was packed
         path = ops.path_for(flying[1], "reduce")
     handle = None if result is None else backend.Handle(None, result, None)
     if flying is not None and result is not None:
         piece, received, work = flying
         call.count(piece)  # now: the span ends before the sum is made
-        handle = backend.Handle(work, result, partial(call.finish, piece, received, None, is_counted=True), received)
+        if wire.nodes is not None:
+            # Now, too: ranks may wait for handles in any order, and messages are matched by the order of their issue.
+            with _beside(*buffers):
+                work, *buffers = call.cross(piece, received, work, asynchronous=True)  # both are the handle's
+        handle = backend.Handle(work, result, partial(call.total, piece, buffers[0]), *buffers)
     elif flying is not None:
         call.finish(*flying)
     return path, call.copied, call.sent, handle
@@ -325,7 +331,8 @@ class _Call:
         """Return a piece of the tensors in the wire's dtype, a view of the tensor or a new wire, and the path."""
         first = tensors[0]
         if piece.is_in_order and first.dtype is piece.dtype and first.numel() == sum(piece.counts):
-            return first.view(-1), "view"
+            # By memory, not by indices: a transposed tensor with one index of the split dim per rank is in order, too.
+            return first.as_strided((first.numel(),), (1,)), "view"
         wire = empty(first, (sum(piece.counts),), (1,), piece.dtype)
         if not wire.numel():
             return wire, "view"
@@ -371,22 +378,52 @@ class _Call:
         self.copied += mine * (nodes.size * piece.dtype.itemsize + size) + nodes.count * own * size + written
         self.sent += (mine - own) * size
 
-    def finish(self, piece: Piece, received: Tensor, work: backend.Work, is_counted: bool = False) -> None:
+    def finish(self, piece: Piece, received: Tensor, work: backend.Work) -> None:
         """Wait for a piece, and sum it."""
-        if not is_counted:
-            self.count(piece)
+        self.count(piece)
+        if self.wire.nodes is not None:
+            work, received, _ = self.cross(piece, received, work)
+        elif work is not None:
+            work.wait()
+        self.total(piece, received)
+
+    def cross(
+        self, piece: Piece, received: Tensor, work: backend.Work, asynchronous: bool = False
+    ) -> tuple[backend.Work, Tensor, Tensor]:
+        """Wait for the first level, sum, and exchange the sums of nodes; return (work, what arrives, what is sent)."""
+        nodes = self.wire.nodes
+        assert nodes is not None
         if work is not None:
             work.wait()
-        nodes, own = self.wire.nodes, piece.counts[self.group.rank()]
-        count = self.group.size()
-        if nodes is not None:
-            counts, count = piece.counts[nodes.local :: nodes.size], nodes.count
-            sums = empty(received, (sum(counts),), (1,), self.wire.between)
-            sum_parts(received.view(nodes.size, -1), sums, None)
-            received = empty(received, (count * own,), (1,), self.wire.between)
-            across = nodes.across([own] * count), nodes.across(counts)
-            backend.all_to_all(received, sums, *across, self.group, self.name)
+        own, counts = piece.counts[self.group.rank()], piece.counts[nodes.local :: nodes.size]
+        sums = empty(received, (sum(counts),), (1,), self.wire.between)
+        sum_parts(received.view(nodes.size, -1), sums, None)
+        arriving = empty(received, (nodes.count * own,), (1,), self.wire.between)
+        across = nodes.across([own] * nodes.count), nodes.across(counts)
+        work = backend.all_to_all(arriving, sums, *across, self.group, self.name, asynchronous)
+        return work, arriving, sums
+
+    def total(self, piece: Piece, received: Tensor) -> None:
+        """Sum the parts of a piece that arrived from all ranks, or from all nodes."""
+        own, nodes = piece.counts[self.group.rank()], self.wire.nodes
+        count = self.group.size() if nodes is None else nodes.count
         sum_parts(received.view(count, own), self.out.narrow(0, piece.start, own), self.scale, self.accumulate)
+
+
+@contextmanager
+def _beside(*buffers: Tensor) -> Iterator[None]:
+    """Run on a new stream, which may use ``buffers`` of the current one; that waits for nothing. A CPU has one."""
+    if not buffers[0].is_cuda:
+        yield
+        return
+    device = buffers[0].device
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        try:
+            yield
+        finally:
+            backend.released(buffers)
 
 
 def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:

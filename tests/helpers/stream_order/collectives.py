@@ -5,17 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from stream_order.clocks import Stream
 from stream_order.program import Program
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from tritoncomm import collective
+from tritoncomm import collective, variables
 
 __all__ = ["COLLECTIVES", "WAYS", "Collective"]
 
 Collective = Callable[[Tensor, ProcessGroup], tuple[Tensor, Any]]
 SIZES = [16, 16, 8, 8]
+WIRE: dict[str, Any] = {"wire": torch.bfloat16}
+
+
+def in_nodes(x: Tensor, group: ProcessGroup, dim: int = 0) -> tuple[Tensor, Any]:
+    """Sum over two nodes of two ranks."""
+    with variables.NODE.override(2):
+        return collective.reduce_scatter(x, dim, group, async_op=True, exchange="node", **WIRE)
+
+
 COLLECTIVES: dict[str, Collective] = {
     "all_gather 0": lambda x, g: collective.all_gather(x, 0, g, True),
     "all_gather 1": lambda x, g: collective.all_gather(x, 1, g, True),
@@ -28,6 +38,10 @@ COLLECTIVES: dict[str, Collective] = {
     "reduce_scatter avg": lambda x, g: collective.reduce_scatter(x, 0, g, ReduceOp.AVG, True),
     "reduce_scatter sizes 0": lambda x, g: collective.reduce_scatter(x, 0, g, async_op=True, sizes=[16, 8, 0, 8]),
     "reduce_scatter sizes 1": lambda x, g: collective.reduce_scatter(x, 1, g, async_op=True, sizes=[8, 4, 2, 2]),
+    "reduce_scatter wire": lambda x, g: collective.reduce_scatter(x, 0, g, async_op=True, **WIRE),
+    "reduce_scatter wire view": lambda x, g: collective.reduce_scatter(x.to(WIRE["wire"]), 0, g, async_op=True, **WIRE),
+    "reduce_scatter wire nodes": lambda x, g: in_nodes(x, g),
+    "reduce_scatter wire nodes 1": lambda x, g: in_nodes(x, g, 1),
     "all_reduce": lambda x, g: collective.all_reduce(x, g, async_op=True),
     "all_reduce avg": lambda x, g: collective.all_reduce(x, g, ReduceOp.AVG, async_op=True),
     "all_reduce strided": lambda x, g: collective.all_reduce(x.t(), g, async_op=True),
