@@ -104,6 +104,9 @@ def test_parts_that_are_refused(group: ProcessGroup) -> None:
         noisy = llama()
         noisy.model.embed_tokens.neftune_noise_alpha = 5.0
         cases.append((noisy, "the noise of NEFTune", False))
+        dropped = llama()
+        dropped.model.layerdrop = 0.1
+        cases.append((dropped, "layerdrop: every rank would draw", False))
         for model, words, everywhere in cases:
             if sharded or everywhere:
                 with pytest.raises(UnsupportedError, match=words):
@@ -116,6 +119,210 @@ def test_parts_that_are_refused(group: ProcessGroup) -> None:
             known = llama()
             known.config.layer_types = [kind]
             ours.switch(known, name)
+    finally:
+        ours.unregister()
+
+
+def rotary(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 8} | more
+
+
+def longrope() -> dict[str, Any]:
+    return rotary("longrope", short_factor=[1.0] * 4, long_factor=[1.3] * 4)
+
+
+def phi3() -> Any:
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 40, "pad_token_id": 0}
+    more = {"num_attention_heads": 4, "num_key_value_heads": 2, "original_max_position_embeddings": 8}
+    config = transformers.Phi3Config(**sizes, **more, rope_parameters=longrope(), rope_scaling=None)
+    return transformers.Phi3ForCausalLM(config)
+
+
+def gemma3() -> Any:
+    """One kind of its layers has another table."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 40, "head_dim": 8}
+    kinds = {"sliding_attention": rotary("default"), "full_attention": rotary("dynamic")}
+    config = transformers.Gemma3TextConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, rope_parameters=kinds,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    return transformers.Gemma3ForCausalLM(config)
+
+
+def phimoe() -> Any:
+    """It scales by the largest position whatever the type, but for the default."""
+    import transformers
+
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "vocab_size": 40,
+        "num_local_experts": 2,
+    }
+    rope = rotary("linear", short_mscale=1.0, long_mscale=1.2)
+    config = transformers.PhimoeConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, rope_parameters=rope)
+    return transformers.PhimoeForCausalLM(config)
+
+
+def registered() -> Any:
+    """A type that somebody added to those of transformers."""
+    model = llama()
+    model.model.rotary_emb.rope_type = "yarn_by_length"
+    return model
+
+
+ROTARY: dict[str, Any] = {
+    "dynamic": lambda: llama(rope_parameters=rotary("dynamic"), max_position_embeddings=8),
+    "longrope": phi3, "one kind of layers": gemma3, "scaled by the largest": phimoe, "of somebody's own": registered,
+}  # fmt: skip
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("case", ROTARY)
+def test_tables_chosen_by_the_largest_position_are_refused(group: ProcessGroup, case: str) -> None:
+    name, model = ours.register(group), ROTARY[case]()
+    try:
+        if group.size() == 1:
+            ours.switch(model, name)
+            return
+        for unverified in (False, True):
+            with pytest.raises(UnsupportedError, match="chooses its table by the largest position or the length"):
+                ours.switch(model, name, unverified=unverified)
+        model.set_attn_implementation(name)  # without ``switch``
+        with pytest.raises(UnsupportedError, match="chooses its table"):
+            model(**ours.shard_batch({"input_ids": torch.arange(8)[None]}, group), use_cache=False)
+    finally:
+        ours.unregister()
+
+
+@pytest.mark.ranks(2)
+def test_tables_by_each_position_are_right(group: ProcessGroup) -> None:
+    name, ids = ours.register(group), torch.randint(3, 40, (2, 16), generator=torch.Generator().manual_seed(1))
+    more = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}
+    try:
+        for kind in ("default", "linear", "yarn", "llama3"):
+            torch.manual_seed(0)
+            model = llama(rope_parameters=rotary(kind, **more.get(kind, {})), max_position_embeddings=64)
+            wanted = model(input_ids=ids, use_cache=False).logits.chunk(2, 1)[group.rank()]
+            ours.switch(model, name)
+            found = model(**ours.shard_batch({"input_ids": ids}, group), use_cache=False).logits
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    finally:
+        ours.unregister()
+
+
+class OfItsOwn(nn.Module):
+    """A model behind a wrapper, as peft's is."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+
+def heads() -> dict[str, tuple[str, Any, str]]:
+    """By name: the class, what makes the model, and the words that it is refused with; "" for one that is right."""
+    import transformers as t
+
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 40}
+    bert = t.BertConfig(**small, intermediate_size=32, max_position_embeddings=64)
+    of_llama = t.LlamaConfig(**small, intermediate_size=32, num_labels=3, pad_token_id=0)
+    gpt2 = t.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=40, n_positions=64, pad_token_id=0)
+
+    class Pooled(t.LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs).logits[:, -1]
+
+    class Renamed(t.LlamaForCausalLM): ...
+
+    return {
+        "sequence classification": (
+            "",
+            lambda: t.LlamaForSequenceClassification(of_llama),
+            "one result for a sequence",
+        ),
+        "of GPT-2": ("", lambda: t.GPT2ForSequenceClassification(gpt2), "one result for a sequence"),
+        "behind a wrapper": ("", lambda: OfItsOwn(t.LlamaForSequenceClassification(of_llama)), "one result for a seq"),
+        "multiple choice": ("", lambda: t.BertForMultipleChoice(bert), "one result for a sequence"),
+        "two heads": ("", lambda: t.GPT2DoubleHeadsModel(gpt2), "one result for a sequence"),
+        "pooler": ("", lambda: t.BertModel(bert), "its pooler would read a position of each shard"),
+        "forward of one's own": ("unknown", lambda: Pooled(of_llama), "not known that it has one result for each pos"),
+        "no pooler": ("", lambda: t.BertModel(bert, add_pooling_layer=False), ""),
+        "base": ("", lambda: t.LlamaModel(of_llama), ""),
+        "class of one's own": ("", lambda: Renamed(of_llama), ""),
+        "token classification": ("", lambda: t.LlamaForTokenClassification(of_llama), ""),
+        "question answering": ("", lambda: t.LlamaForQuestionAnswering(of_llama), ""),
+        "masked": ("", lambda: t.BertForMaskedLM(bert), ""),
+    }
+
+
+@pytest.mark.ranks(2)
+def test_heads_that_pool_over_positions_are_refused(group: ProcessGroup) -> None:
+    """Others give each rank the results of its positions; labels are for causal language models."""
+    name, ids = (
+        ours.register(group, own_positions=True),
+        torch.randint(3, 40, (2, 16), generator=torch.Generator().manual_seed(1)),
+    )
+    try:
+        for case, (kind, make, words) in heads().items():
+            torch.manual_seed(0)
+            model = make().eval()
+            if words:
+                with pytest.raises(UnsupportedError, match=words):
+                    ours.switch(model, name)
+                if not kind:
+                    with pytest.raises(UnsupportedError, match=words):
+                        ours.switch(model, name, unverified=True)
+                    model.set_attn_implementation(name)
+                    with pytest.raises(UnsupportedError, match=words):
+                        model(**ours.shard_batch({"input_ids": ids}, group))
+                    model.set_attn_implementation("sdpa")  # of a config that the next model has, too
+                continue
+            wanted = model(input_ids=ids)[0].chunk(2, 1)[group.rank()]
+            ours.switch(model, name)
+            torch.testing.assert_close(
+                model(**ours.shard_batch({"input_ids": ids}, group))[0], wanted, atol=1e-5, rtol=1e-4, msg=case
+            )
+            if "LMHead" not in type(model).__name__ and "CausalLM" not in str(type(model).__mro__):
+                with pytest.raises((UnsupportedError, TypeError), match=r"compute the loss from the logits|labels"):
+                    model(**ours.shard_batch({"input_ids": ids, "labels": ids}, group))
+    finally:
+        ours.unregister()
+
+
+@pytest.mark.ranks(2)
+def test_bidirectional_models_see_no_padding_of_ours(group: ProcessGroup) -> None:
+    import transformers as t
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 40}
+    config = t.BertConfig(**sizes, intermediate_size=32, max_position_embeddings=64)
+    torch.manual_seed(0)
+    model, name = t.BertForMaskedLM(config).eval(), ours.register(group, own_positions=True)
+    ids = torch.randint(3, 40, (2, 15), generator=torch.Generator().manual_seed(1))
+    wanted = torch.nn.functional.pad(model(input_ids=ids).logits, (0, 0, 0, 1)).chunk(2, 1)[group.rank()]
+    count = 8 if group.rank() == 0 else 7
+    try:
+        ours.switch(model, name)
+        with pytest.raises(UnsupportedError, match="would attend to the 1 positions that shard_batch added"):
+            model(**ours.shard_batch({"input_ids": ids}, group))
+        found = model(**ours.shard_batch({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, group)).logits
+        torch.testing.assert_close(found[:, :count], wanted[:, :count], atol=1e-5, rtol=1e-4)
+        packed = ids[:, :14], torch.arange(7).repeat(2, 2)
+        with pytest.raises(UnsupportedError, match="shard_batch makes a causal mask of packed"):
+            model(**ours.shard_batch({"input_ids": packed[0], "position_ids": packed[1]}, group))
     finally:
         ours.unregister()
 

@@ -5,26 +5,39 @@ the source of the file that defines it. There is no list of models.
 """
 
 import ast
+import importlib
 import inspect
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-__all__ = ["ROUTER_LOSS", "unknown_part", "wrong_attention", "wrong_part"]
+__all__ = ["ROUTER_LOSS", "called", "outermost", "outputs_of", "unknown_part", "wrong_attention", "wrong_part"]
 
 _ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 _BY_POSITION = {"mlp", "moe", "sparse", "dense"}  # kinds of MLP, which work on positions one by one
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _OWN_POSITIONS = "create_position_ids_from_input_ids"
 ROUTER_LOSS = "every rank would add the router's auxiliary loss, of its own tokens; set it to False"
+# Rotary tables of which each row follows from its position alone. Others are chosen by the largest position or the
+# length, of which a rank sees its shard's: "dynamic" and "longrope", and a type that somebody registered.
+_ROTARY_BY_POSITION = {"default", "linear", "yarn", "llama3", "ntk_alpha", "proportional"}
+# Names of the outputs that a forward is annotated with: one result for each position, and one for a whole sequence.
+_BY_TOKEN = re.compile(
+    r"\w*(CausalLM|MaskedLM|Seq2SeqLM|DecoderLM|LMHeadModel)Output\w*|\w*TokenClassif\w*Output"
+    r"|\w*QuestionAnswering(Model|Simple)Output|(Base|Moe|Seq2Seq)ModelOutput\w*|\w+ModelOutputWithPast"
+)
+_BY_SEQUENCE = re.compile(r"\w*(SequenceClassif|MultipleChoice|NextSentence|PreTraining|DoubleHeads)\w*")
+_LARGEST_POSITION = re.compile(r"max\(position_ids|position_ids\.a?max\(")
 
 
 def wrong_part(model: Any, attention: str, sharded: bool) -> str | None:
     """Return why a model would give wrong numbers, or None; ``sharded``: whether there are several ranks."""
+    model = outermost(model.modules()) or model
     config = _text_config(model.config)
     kinds = [type(module) for module in model.modules()]
     if attention == "sdpa" and not getattr(model, "_supports_sdpa", True) and _calls_registry(kinds):
@@ -39,6 +52,10 @@ def wrong_part(model: Any, attention: str, sharded: bool) -> str | None:
         return "it has a state that runs along the sequence, and would stop at the end of every shard"
     if getattr(config, "output_router_logits", False) or getattr(model.config, "output_router_logits", False):
         return f"output_router_logits: {ROUTER_LOSS}"
+    if problem := _wrong_rotary(model) or _wrong_head(model):
+        return problem
+    if any(getattr(module, "layerdrop", 0) for module in model.modules()):
+        return "layerdrop: every rank would draw for itself which layers run; set it to 0"
     if any(getattr(module, "neftune_noise_alpha", None) for module in model.modules()):
         return "the noise of NEFTune is scaled by the length, and equal on all shards; turn it off"
     if not _kinds(config) and (mixers := sorted({type(module).__name__ for module in _mixers(model)})):
@@ -47,7 +64,11 @@ def wrong_part(model: Any, attention: str, sharded: bool) -> str | None:
 
 
 def unknown_part(model: Any) -> str | None:
-    """Return the reason why nobody knows whether a model without ``layer_types`` is right over shards, or None."""
+    """Return the reason why nobody knows whether a model is right over shards: its head, or its layers; or None."""
+    names = outputs_of(outermost(model.modules()) or model)
+    if not any(_BY_TOKEN.fullmatch(name) for name in names):
+        outputs = " or ".join(names) or "nothing that its annotation names"
+        return f"its forward returns {outputs}, of which it is not known that it has one result for each position"
     if _kinds(_text_config(model.config)):
         return None
     # Only attention that calls transformers' registry may mix positions, and the source has to show it.
@@ -97,6 +118,63 @@ def _wrong_source(kinds: list[type]) -> str | None:
         if "_attn_implementation" in source and _masks_by_name(name):
             return "it makes a mask only for implementations that it knows by name, and would run without"
     return None
+
+
+def _wrong_rotary(model: nn.Module) -> str | None:
+    """Return the reason why a rotary table is wrong over shards, also one of a single kind of layer; or None."""
+    for name, module in model.named_modules():
+        held = getattr(module, "rope_type", None)
+        for kind in held.values() if isinstance(held, dict) else [held]:
+            if kind is None or (
+                kind in _ROTARY_BY_POSITION and (kind == "default" or not _reads_largest(type(module)))
+            ):
+                continue
+            return (
+                f"rope_type {kind!r} of {name or 'the model'} chooses its table by the largest position or the "
+                f"length, of which each rank sees its own; right are {', '.join(sorted(_ROTARY_BY_POSITION))}"
+            )
+    return None
+
+
+@lru_cache(maxsize=256)
+def _reads_largest(kind: type[nn.Module]) -> bool:
+    """Whether the forward of a module mentions the largest position, behind the decorator that all rotary ones have."""
+    try:
+        return bool(_LARGEST_POSITION.search(inspect.getsource(inspect.unwrap(kind.forward))))
+    except (OSError, TypeError):
+        return False
+
+
+def _wrong_head(model: Any) -> str | None:
+    """Return the reason why a model that gives one result for a whole sequence is wrong over shards, or None."""
+    for name in outputs_of(model):
+        if _BY_SEQUENCE.fullmatch(name):
+            return f"it returns {name}, one result for a sequence, and would make one of each shard"
+        if "Pool" in name and getattr(model, "pooler", model) is not None:
+            return f"it returns {name}, and its pooler would read a position of each shard; build it without one"
+    return None
+
+
+def outputs_of(model: Any) -> list[str]:
+    """Return the names of the classes of outputs that a forward is annotated to return."""
+    annotation = inspect.signature(type(model).forward).return_annotation
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return re.findall(r"\w*Output\w*", text)
+
+
+def outermost(modules: Iterable[Any]) -> Any | None:
+    """Return the first model of transformers: behind a wrapper, as peft's is one; None without any."""
+    kind = importlib.import_module("transformers").PreTrainedModel
+    return next((module for module in modules if isinstance(module, kind)), None)
+
+
+def called() -> Any | None:
+    """Return the outermost model of transformers whose forward is running in this thread; None outside of one."""
+    owners, frame = [], sys._getframe(1)
+    while frame is not None:
+        owners.append(frame.f_locals.get("self"))
+        frame = frame.f_back
+    return outermost(reversed(owners))
 
 
 def _calls_registry(kinds: list[type]) -> bool:

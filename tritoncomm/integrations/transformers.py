@@ -10,8 +10,9 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,9 @@ IGNORED = -100
 NAME = "tritoncomm_ulysses"
 _SHARDED = ("input_ids", "position_ids", "attention_mask", "labels", "shift_labels")
 _MARK = "tritoncomm_sequence_group"  # attribute of position_ids, and of their storage: the name of the group
+_MADE = "tritoncomm_made"  # attribute of a mask's storage: our ``make_mask`` made it
+_PADDED = "tritoncomm_padded"  # attributes of what ``shard_batch`` made without a mask of the caller: positions that
+_PACKED = "tritoncomm_packed"  # it added to the sequence; a mask of packed sequences, which is causal
 # Arguments of an attention function that change nothing, or that are done already: by the mask, or around attention.
 _TAKEN = frozenset(
     ["cache_position", "dropout", "is_causal", "labels", "logits_to_keep", "num_items_in_batch", "output_attentions"]
@@ -118,6 +122,37 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
     if unknown is not None:
         warnings.warn(f"switch: {type(model).__name__}: {unknown}: runs unverified over shards", stacklevel=2)
     ours.judged.update(model.modules())
+    outer = model_parts.outermost(model.modules()) or model
+    if ours.group.size() > 1:
+        names = model_parts.outputs_of(outer)
+        is_language_model = any("CausalLM" in each or "LMHead" in each for each in names)
+        is_causal = all(getattr(module, "is_causal", True) for module in outer.modules())
+        outer.register_forward_pre_hook(partial(_check_call, name, is_causal, is_language_model), with_kwargs=True)
+
+
+def _check_call(name: str, is_causal: bool, is_language_model: bool, model: Any, args: Any, kwargs: Any) -> None:
+    """Reject a batch that a switched model would take wrongly, while its attention is ``name``."""
+    if model.config._attn_implementation != name:
+        return
+    label = f"{name}: {type(model).__name__}"
+    if kwargs.get("labels") is not None and not is_language_model:
+        raise UnsupportedError(
+            f"{label} takes a mean over its labels, here of a shard, and shard_batch shifts them for causal language "
+            "models; leave labels out, and compute the loss from the logits of each position"
+        )
+    if not is_causal:
+        _check_bidirectional(label, kwargs.get("attention_mask"), kwargs.get("position_ids"), group_of(name))
+
+
+def _check_bidirectional(label: str, mask: Any, position_ids: Any, group: ProcessGroup) -> None:
+    """Reject batches that are right in causal models alone: padding without a mask, and packed sequences."""
+    if padded := _noted(position_ids, _PADDED):
+        raise UnsupportedError(
+            f"{label} is bidirectional, and would attend to the {padded} positions that shard_batch added to the "
+            f"sequence; pass an attention_mask, of ones, or sequences of a multiple of {group.size()} positions"
+        )
+    if _noted(mask, _PACKED):
+        raise UnsupportedError(f"{label} is bidirectional, and shard_batch makes a causal mask of packed sequences")
 
 
 def group_of(name: str) -> ProcessGroup:
@@ -190,7 +225,6 @@ class _Implementation:
         self.own_positions = own_positions
         self.arguments = inspect.signature(inner).parameters.keys()
         self.judged: WeakSet[Any] = WeakSet()  # modules of models that were found right
-        self.made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # masks of ``make_mask``, by their id
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
@@ -201,6 +235,11 @@ class _Implementation:
             self._judge(module)
         if group.size() > 1 and not self.own_positions:
             self._check_positions(module, kwargs.get("position_ids"))
+        is_causal = kwargs.get("is_causal")
+        if group.size() > 1 and not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+            _check_bidirectional(
+                f"{self.name}: {type(module).__name__}", attention_mask, kwargs.get("position_ids"), group
+            )
         self._check(query, key, attention_mask, kwargs)
         query, key, value = ulysses.autocast((query, key, value))
         tensors = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -225,7 +264,7 @@ class _Implementation:
                 f"{self.name}: {type(module).__name__} passes no position_ids to its attention, which therefore cannot "
                 "see whether the batch is sharded; shard every batch and use register(..., own_positions=True)"
             )
-        over = _sharded_over(position_ids)
+        over = _noted(position_ids, _MARK)
         if over is None:
             raise ArgumentError(
                 f"{self.name}: shard_batch did not make these position_ids: this rank's samples would count as a part "
@@ -240,10 +279,14 @@ class _Implementation:
             )
 
     def _judge(self, module: Any) -> None:
-        """Reject an attention of a model that was not given to ``switch``, by what its config and file show."""
-        problem = model_parts.wrong_attention(module, self.group.size() > 1)
+        """Reject an attention of a model that was not given to ``switch``: by its model, or its config and file."""
+        model, sharded = model_parts.called(), self.group.size() > 1
+        if model is None:
+            problem = model_parts.wrong_attention(module, sharded)
+        else:
+            problem = model_parts.wrong_part(model, self.attention, sharded)
         if problem is not None:
-            raise UnsupportedError(f"{self.name}: {type(module).__name__}: {problem}")
+            raise UnsupportedError(f"{self.name}: {type(model or module).__name__}: {problem}")
         self.judged.add(module)
 
     def _check(self, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
@@ -274,8 +317,8 @@ class _Implementation:
                 f"{self.name}: attention mask {list(mask.shape)} is not one of all {positions} positions, the same for "
                 "all heads; shard_batch makes one"
             )
-        window = kwargs.get("sliding_window")
-        if window is not None and window < positions and not is_compiling() and self.made.get(id(mask)) is not mask:
+        window, is_made = kwargs.get("sliding_window"), is_compiling() or _noted(mask, _MADE)
+        if window is not None and window < positions and not is_made:
             raise UnsupportedError(f"{self.name}: a 4-D mask of the caller (packed sequences) has no sliding window")
 
     def make_mask(
@@ -306,7 +349,7 @@ class _Implementation:
         # All queries and all keys, both from position 0 on.
         mask = self.inner_mask(batch_size, positions, positions, 0, 0, attention_mask=attention_mask, **kwargs)
         if isinstance(mask, Tensor) and not is_compiling():
-            self.made[id(mask)] = mask
+            _note(mask, _MADE, True)  # on its storage, which slices share
         return mask
 
 
@@ -350,11 +393,15 @@ def shard_batch(
 
     positions, mask = _positions(batch, ids.shape[1] + more), batch.get("attention_mask")
     out: dict[str, Any] = {"input_ids": shard(ids, pad_token_id), "position_ids": positions[:, start:end].clone()}
-    _mark(out["position_ids"], group)
+    _note(out["position_ids"], _MARK, group.group_name)
     if mask is not None:
         out["attention_mask"] = F.pad(mask, (0, more))
     elif batch.get("position_ids") is not None:
         out["attention_mask"] = _packed_mask(positions)
+        if out["attention_mask"] is not None:
+            _note(out["attention_mask"], _PACKED, True)
+    if mask is None:
+        _note(out["position_ids"], _PADDED, more)
     labels = batch.get("shift_labels")
     if labels is None and batch.get("labels") is not None:
         labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
@@ -365,15 +412,17 @@ def shard_batch(
     return out
 
 
-def _mark(position_ids: Tensor, group: ProcessGroup) -> None:
-    """Note the group on the tensor, where torch.compile sees it, and on its storage, which views share."""
-    for holder in (position_ids, position_ids.untyped_storage()):
-        setattr(holder, _MARK, group.group_name)
+def _note(x: Tensor, name: str, value: Any) -> None:
+    """Set an attribute of a tensor, where torch.compile sees it, and of its storage, which views share."""
+    for holder in (x, x.untyped_storage()):
+        setattr(holder, name, value)
 
 
-def _sharded_over(position_ids: Tensor) -> str | None:
-    """Return the name of the group for which ``shard_batch`` made ``position_ids``; None if it did not."""
-    return getattr(position_ids if is_compiling() else position_ids.untyped_storage(), _MARK, None)
+def _noted(x: Any, name: str) -> Any:
+    """Return an attribute that ``_note`` has set; None without one."""
+    if not isinstance(x, Tensor):
+        return None
+    return getattr(x if is_compiling() else x.untyped_storage(), name, None)
 
 
 def _check_batch(batch: Mapping[str, Any], group: ProcessGroup, name: str) -> None:
