@@ -322,8 +322,9 @@ def run_errors(group: ProcessGroup) -> None:
         (ArgumentError, "out requires grad", x, wire | {"out": torch.ones(2, 4, requires_grad=True)}),
         (UnsupportedError, "op is SUM or AVG", x, wire | {"op": ReduceOp.MAX}),
         (ArgumentError, "scale must be a number, not str", x, wire | {"scale": "2"}),
-        (UnsupportedError, "must be floating point", x.int(), wire),
-        (UnsupportedError, "must be floating point", x.to(torch.complex64), wire),
+        (UnsupportedError, "must be of one of the dtypes float16", x.int(), wire),
+        (UnsupportedError, "must be of one of the dtypes", x.to(torch.complex64), wire),
+        (UnsupportedError, "float64, not torch.float8_e4m3fn", x.to(torch.float8_e4m3fn), wire),
         (ShapeError, "^reduce_scatter: .*does not divide", torch.ones(3, 4), wire),
         (ShapeError, "sizes", x, wire | {"sizes": (1, 1)}),
     ]
@@ -419,7 +420,9 @@ def run_mapping(group: ProcessGroup, compiled: bool) -> int:
         compared += 1
     with pytest.raises(ArgumentError, match=r"^reduce_scatter_dim: exchange needs wire"):
         m.reduce_scatter_dim(torch.ones(world), 0, group, exchange="node")
-    with pytest.raises(UnsupportedError, match=r"^reduce_scatter_dim: with wire the tensor must be floating point"):
+    with pytest.raises(
+        UnsupportedError, match=r"^reduce_scatter_dim: with wire the tensor must be of one of the dtypes"
+    ):
         m.reduce_scatter_dim(torch.ones(world).int(), 0, group, wire=torch.bfloat16)
     return compared
 

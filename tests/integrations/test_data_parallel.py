@@ -1,6 +1,8 @@
 """FSDP2, DistributedDataParallel and Megatron's own sum over a 16-bit wire: bit for bit sums by hand, in rank order."""
 
 import copy
+import io
+import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -179,6 +181,15 @@ def run_ways(group: ProcessGroup) -> None:
     fsdp2.use(model)
     assert_equal(train(model, rank, 4), trained_by_hand(world, 4, lambda parts: mean(parts, 3.0)))
 
+    # Accumulated gradients go by FSDP2's own sum, to which Gloo has no factor: the addends are scaled.
+    model = sharded(mesh)
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(3.0)
+    fsdp2.use(model)
+    wanted = trained_by_hand(world, 3, lambda parts: in_order([part * torch.tensor(1 / 3) for part in parts]), micro=3)
+    assert_equal(train(model, rank, 3, micro=3), wanted)
+
     model = sharded(mesh)
     for part in model.modules():
         if isinstance(part, FSDPModule):
@@ -332,6 +343,31 @@ def run_ddp(group: ProcessGroup) -> int:
                 assert torch.equal(bits(p.grad), bits(whole))
                 compared += 1
     return compared
+
+
+def run_pickled(group: ProcessGroup) -> None:
+    """The hook, and a model that has it, survive pickle and deepcopy, also after they were used."""
+    hook = ddp.wire_hook(wire=torch.float16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = DistributedDataParallel(made(torch.float32), process_group=group)
+        model.register_comm_hook(group, hook)
+        model(batch(group.rank(), 0), 0).square().mean().backward()
+        model = DistributedDataParallel(made(torch.float32), process_group=group)
+        model.register_comm_hook(None, hook)  # torch pickles no process group
+        # It pickles models over the default group alone, which has all ranks of the pool.
+        with mock.patch.object(DistributedDataParallel, "_check_default_group"):
+            torch.save(model, stream := io.BytesIO())
+            stream.seek(0)
+            loaded = torch.load(stream, weights_only=False)
+        assert torch.equal(loaded.module.state_dict()["first.weight"], model.module.state_dict()["first.weight"])
+    for copied in (pickle.loads(pickle.dumps(hook)), copy.deepcopy(hook)):
+        assert copied.options == hook.options
+        assert copied is not hook
+
+
+def test_the_hook_survives_pickle(pool: Pool) -> None:
+    pool.run(run_pickled, world=2)
 
 
 @pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])

@@ -74,6 +74,36 @@ def test_drawn_copies(group: ProcessGroup, bucket_bytes: int) -> None:
     copies.run()  # nothing was submitted
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20], ids=["many buckets", "one bucket"])
+def test_what_is_sent_and_overwritten(group: ProcessGroup, bucket_bytes: int) -> None:
+    """Sources have the values from before ``run``: in a swap, in ranges that overlap, between buckets."""
+    rank, copies = group.rank(), service(group, bucket_bytes=bucket_bytes)
+
+    def submit(task: int, source: torch.Tensor, target: torch.Tensor, sender: int, receiver: int) -> None:
+        if rank == sender:
+            copies.submit_send(source, receiver, task_id=task)
+        if rank == receiver:
+            copies.submit_recv(target, sender, task_id=task)
+
+    for first, second in ((rank, rank), (0, 1)):  # within each rank, and between ranks
+        x = torch.arange(24.0) + 100 * rank
+        a, b, *_ = parts = x.split(6)
+        if first == second:
+            submit(0, a, b, rank, rank)
+            submit(1, b, a, rank, rank)
+            submit(2, x[12:20], x[14:22], rank, rank)
+            copies.run()
+            before = torch.arange(24.0) + 100 * rank
+            assert torch.equal(x, torch.cat([before[6:12], before[:6], before[12:14], before[12:20], before[22:]]))
+            continue
+        for i, part in enumerate(parts):  # each rank's part i goes to part i + 1 of the other
+            for sender in (first, second):
+                submit(10 * i + sender, part, parts[(i + 1) % 4], sender, 1 - sender)
+        copies.run()
+        assert torch.equal(x, (torch.arange(24.0) + 100 * (1 - rank)).roll(6))
+
+
 @pytest.mark.ranks(2, pytest.param(4, marks=pytest.mark.slow))
 def test_messages_and_bytes(group: ProcessGroup) -> None:
     """One message per pair and bucket, one pack and one unpack per bucket; own copies do not travel."""

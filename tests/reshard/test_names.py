@@ -98,6 +98,25 @@ def test_an_engine_passes_what_it_writes_into(group: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_a_rank_may_leave_out_what_is_empty_there(group: ProcessGroup) -> None:
+    """An empty shard of a split or flat layout has no element: of the source, of ``out``, or in a plan."""
+    rank, whole = group.rank(), torch.arange(12.0)
+    empty_at_1 = {"split": Layout.split((3, 4), 0, {0: 3, 1: 0}), "flat": Layout.flat((3, 4), {0: [(0, 12)], 1: []})}
+    rows = dict.fromkeys(empty_at_1, Layout.split((3, 4), 0, {0: 1, 1: 2}))
+    full = {"split": whole.view(3, 4), "flat": whole} if rank == 0 else {}
+    part = whole.view(3, 4)[:1] if rank == 0 else whole.view(3, 4)[1:]
+    for _ in range(2):
+        found = reshard(full, empty_at_1, rows, group=group)
+        assert list(found) == ["split", "flat"]
+        assert all(torch.equal(x, part) for x in found.values())
+    given, out = dict.fromkeys(rows, part), {name: torch.zeros_like(x) for name, x in full.items()}
+    reshard(given, rows, empty_at_1, group=group, out=out)
+    assert all(torch.equal(x, full[name]) for name, x in out.items())
+    plan = reshard_plan(full, empty_at_1, rows, group=group)
+    assert all(torch.equal(x, part) for x in plan.execute(full).values())
+
+
+@pytest.mark.ranks(2)
 def test_backward_goes_to_the_ranks_that_have_a_tensor(group: ProcessGroup) -> None:
     """A result that has no part here is there nevertheless where its gradient leads back to a tensor."""
     rank, (source, target) = group.rank(), staged(2)

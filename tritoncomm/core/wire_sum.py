@@ -104,7 +104,8 @@ def _check_summed(x: Tensor, name: str) -> None:
     """Reject a tensor that is not floating point."""
     check_input(x, name)
     if x.dtype not in _SUMMED:
-        raise UnsupportedError(f"{name}: with wire the tensor must be floating point, not {x.dtype}")
+        kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SUMMED)
+        raise UnsupportedError(f"{name}: with wire the tensor must be of one of the dtypes {kinds}, not {x.dtype}")
 
 
 def _check_out(out: Any, x: Tensor, own: Tensor, name: str) -> None:

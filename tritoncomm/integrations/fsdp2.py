@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.fsdp import FSDPModule
 
 from tritoncomm import collective
+from tritoncomm.core import backend
 from tritoncomm.core.node_exchange import Levels
 from tritoncomm.core.wire_sum import checked_wire
 from tritoncomm.errors import ArgumentError, UnsupportedError
@@ -54,13 +55,22 @@ class _ReduceScatter:
         is_accumulated, self.is_accumulated = self.is_accumulated, False
         computed = self.of.mp_policy.param_dtype or self.of._orig_dtype  # may have changed: FSDP2 looks at it late, too
         if computed is not wire or (is_accumulated and not round_accumulated):
-            return self.before(output_tensor, input_tensor, group, op, async_op)
+            return self._sum_before(output_tensor, input_tensor, group, op, async_op)
         op, scale = _op_and_scale(op)
         result = collective.reduce_scatter(
             input_tensor, 0, group, op, async_op, wire=wire, wire_between=wire_between, exchange=exchange, scale=scale,
             out=output_tensor,
         )  # fmt: skip
         return result[1] if async_op else None
+
+    def _sum_before(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool
+    ) -> Any:
+        """Sum by the reduce-scatter that was there before; scale by a kernel where the backend has no PREMUL_SUM."""
+        name, scale = backend.backend_name(group, input_tensor), _op_and_scale(op)[1]
+        if scale is None or backend.is_nccl(name):
+            return self.before(output_tensor, input_tensor, group, op, async_op)
+        return self.before(output_tensor, input_tensor.mul_(scale), group, ReduceOp.SUM, async_op)
 
 
 def _op_and_scale(op: Any) -> tuple[Any, float | None]:

@@ -6,7 +6,9 @@ segment kernel packs what Megatron's planner submits, in one launch for all mess
 
 import hashlib
 import importlib
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -49,7 +51,7 @@ class PackedCopyService:
     Args:
         group: the process group of the resharding; ranks are ranks of this group. None is the default group.
         bucket_bytes: extra memory of a rank at most, on the sending and on the receiving side each; a larger tensor
-            is a bucket of its own.
+            is a bucket of its own. Tensors that are sent and share memory with one that is received are copied before.
 
     Source: ``megatron.core.resharding.copy_services`` (0.16.1 to 0.19.2).
     """
@@ -117,6 +119,7 @@ class PackedCopyService:
         except CommError as problem:
             error = problem
         _compare(outgoing, incoming, group, self.rank, error)
+        outgoing = _apart(outgoing, receives)
         own = zip(incoming.pop(self.rank, ()), outgoing.pop(self.rank, ()), strict=True)
         targets, sources = [], []
         for target, source in own:
@@ -198,6 +201,25 @@ class _Wire:
         for peer, (first, end) in self._spans.items():
             if messages[peer].device != self.memory.device:
                 self.memory[first:end].copy_(messages[peer])
+
+
+def _apart(outgoing: Mapping[int, Sequence[_Copy]], receives: Sequence[_Copy]) -> dict[int, list[_Copy]]:
+    """Copy the tensors to send that share memory with one to overwrite: a swap, or a later bucket, reads them after."""
+    written = sorted((start, start + x.nbytes) for x in (each.tensor for each in receives) if (start := x.data_ptr()))
+    starts, ends = [low for low, _ in written], [*accumulate((high for _, high in written), max)]
+
+    def is_written(x: Tensor) -> bool:
+        """Whether some of the memory is overwritten."""
+        # Of the ranges that begin before its end, one ends behind its start.
+        before = bisect_left(starts, x.data_ptr() + x.nbytes)
+        return before > 0 and ends[before - 1] > x.data_ptr()
+
+    return {
+        peer: [
+            copy._replace(tensor=copy.tensor.detach().clone()) if is_written(copy.tensor) else copy for copy in copies
+        ]
+        for peer, copies in outgoing.items()
+    }
 
 
 def _by_peer(copies: Sequence[_Copy]) -> dict[int, list[_Copy]]:

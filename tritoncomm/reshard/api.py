@@ -351,14 +351,14 @@ class ReshardPlan:
     def _pairs(self, tensors: Any, side: int) -> list[tuple[Any, Tensor]]:
         """Return every tensor that a caller passed, with its local tensor; reject other names than the plan's.
 
-        A name may lack that has no part on this rank, before (``side`` 0) or after (1): an empty tensor is its part.
+        A name may lack that has no element on this rank, before (``side`` 0) or after (1): an empty tensor is its part.
         """
         by_name = named(tensors, "reshard")
         if self._has_names(by_name):
             return [(x, local_of(x)) for x in by_name.values()]
         names = [item.name for item in self.items]
         parts = {key: shapes[side] for key, shapes in zip(names, self._shapes, strict=True)}
-        lacking = [key for key, part in parts.items() if key not in by_name and part is not None]
+        lacking = [key for key, part in parts.items() if key not in by_name and 0 not in (part or (0,))]
         if lacking or not by_name.keys() <= parts.keys() or not isinstance(tensors, Mapping):
             raise ArgumentError(f"reshard: the plan is for {names}, not for {list(by_name)}")
         device = next((local_of(x).device for x in by_name.values() if isinstance(x, Tensor)), self._device)
@@ -366,7 +366,7 @@ class ReshardPlan:
         for item in self.items:
             x = by_name.get(item.name)
             if x is None:
-                x = torch.empty(0, dtype=item.result if side else item.dtype, device=device)
+                x = torch.empty(parts[item.name] or 0, dtype=item.result if side else item.dtype, device=device)
                 x.requires_grad_(item.has_grad and not side)
             pairs.append((x, local_of(x)))
         return pairs

@@ -146,18 +146,20 @@ def parse(
     sources: list[tuple[Any, Tensor]] = []
     outs: list[tuple[Any, Tensor]] = []
     for key in kinds.names:
-        value: Any = by_name[key] if key in by_name else kinds.source_of(key, device)
+        layout, goal = sides[key]
+        source_shape, target_shape = (each.local_shape(participants.rank) for each in (layout, goal))
+        value: Any = by_name[key] if key in by_name else kinds.source_of(key, device).view(source_shape or (0,))
         is_dtype = is_plan and isinstance(value, torch.dtype)
         x = torch.empty(0, dtype=value, device="meta") if is_dtype else value
         if not isinstance(x, Tensor):
             raise ArgumentError(f"{name}: {key} must be a tensor, not {type(x).__name__}")
-        layout, goal = sides[key]
-        source_shape, target_shape = (each.local_shape(participants.rank) for each in (layout, goal))
         local = like = local_of(x)
         if local.is_quantized:
             raise ArgumentError(f"{name}: {key} is quantized, and its scale would not move; call .int_repr()")
         if out is not None:
-            y = outs_by_name[key] if key in outs_by_name else kinds.result_of(key, dtypes[key] or local.dtype, device)
+            y = outs_by_name.get(key)
+            if y is None:
+                y = kinds.result_of(key, dtypes[key] or local.dtype, device).view(target_shape or (0,))
             like = local_of(y)
             outs.append((y, like))
             if not isinstance(like, Tensor):
@@ -223,7 +225,9 @@ def _device_of(tensors: Sequence[Any], participants: Participants) -> torch.devi
 
 def _check_given(given: Collection[str], layouts: Mapping[str, Layout], name: str, rank: int) -> None:
     """Check that a rank gives all tensors of which it has a part by these layouts."""
-    absent = [key for key, layout in layouts.items() if key not in given and layout.local_shape(rank) is not None]
+    absent = [
+        key for key, layout in layouts.items() if key not in given and 0 not in (layout.local_shape(rank) or (0,))
+    ]
     if absent:
         raise ArgumentError(
             f"{name}: rank {rank} has parts of {shortened(absent)} by the layouts, but does not give them: pass them, "
