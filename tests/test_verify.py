@@ -1,16 +1,21 @@
 """`tritoncomm.verify`: right programs are equal, and of wrong ones the first wrong module is named."""
 
+import copy
+import math
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from jobs import without_launcher
 from pool import Pool
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from typer.testing import CliRunner
 from verify_faults import BUILDS, FAULTS
@@ -20,7 +25,7 @@ from tritoncomm import cli, mappings, verify
 from tritoncomm.demo.plain_model import PlainTransformer
 from tritoncomm.demo.settings import Settings
 from tritoncomm.errors import MismatchError
-from tritoncomm.verify import running
+from tritoncomm.verify import comparison, running
 from tritoncomm.verify.relations import difference, find, is_telling
 
 ROOT = Path(__file__).parents[1]
@@ -135,6 +140,134 @@ def test_faults_are_named(pool: Pool, world: int, cases: list[tuple[str, str]]) 
         if report.equal or report.first != first or words not in str(report):
             wrong.append(f"{model}, {fault}: {report.first}\n{report}")
     assert not wrong, "\n\n".join(wrong)
+
+
+def recorded(
+    change: Callable[[str, Tensor], Tensor] = lambda place, x: x, dtype: torch.dtype = torch.float64, **more: Any
+) -> verify.Recording:
+    """A step of a small model; ``change`` gets weight, output and gradient of its first module, and the loss."""
+    made = torch.Generator().manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 2)).double()
+    verify.draw(model)
+    model.to(dtype)
+    for name in more.get("frozen", ()):
+        model.get_parameter(name).requires_grad_(False)
+    if "adapter" in more:
+        model.add_module("adapter", torch.nn.Linear(2, 2, dtype=dtype))
+        torch.nn.init.zeros_(model.adapter.weight)
+        torch.nn.init.zeros_(model.adapter.bias)
+    x = torch.randn(8, 6, generator=made, dtype=torch.float64).to(dtype)
+    with torch.no_grad():
+        model[0].weight.copy_(change("parameter", model[0].weight))
+    model[0].register_forward_hook(lambda module, args, out: change("output", out))
+
+    def step() -> Tensor:
+        hidden = model[2](model[1](model[0](x)))
+        loss = (hidden + model.adapter(hidden) if "adapter" in more else hidden).square().mean()
+        loss.backward()
+        if model[0].weight.grad is not None:
+            model[0].weight.grad = change("gradient", model[0].weight.grad)
+        return change("loss", loss.detach())
+
+    return verify.record(verify.Case(model, step))
+
+
+def odd(where: str, value: float, whole: bool) -> Callable[[str, Tensor], Tensor]:
+    """A change that sets all values of a place, or the last one."""
+
+    def change(place: str, x: Tensor) -> Tensor:
+        if place != where:
+            return x
+        mask = (
+            torch.ones(x.shape, dtype=torch.bool) if whole else torch.arange(x.numel()).view(x.shape) == x.numel() - 1
+        )
+        return x.masked_fill(mask, value)
+
+    return change
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["all values", "one value"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["parameter", "output", "gradient", "loss"])
+def test_what_is_not_finite_differs(where: str, value: float, whole: bool) -> None:
+    """On one rank or on both, as an all-reduce makes it; the first module is named, with where it is so."""
+    right, wrong = recorded(), recorded(odd(where, value, whole))
+    for ranks, words in (([right, wrong], "rank 1"), ([wrong, wrong], "ranks 0, 1")):
+        report = verify.compare(right, ranks)
+        assert not report.equal, (where, words)
+        assert report.first == ("" if where == "loss" else "0"), str(report)
+        if where != "loss":
+            kind = "NaN" if math.isnan(value) else "infinite"
+            assert f"is {kind} on {words} (" in str(report), str(report)
+            assert ("(all values)" in str(report)) == whole, str(report)
+    assert verify.compare(wrong, [wrong, wrong]).problem == "" or where == "loss"
+
+
+@pytest.mark.parametrize("name", ["0.weight", "2.bias"])
+def test_both_sides_of_a_gradient_are_compared(name: str) -> None:
+    """A gradient that one process has not, or has as zeros, and ranks have, and the other way round."""
+    trained, frozen, module = recorded(), recorded(frozen=[name]), name[:1]
+    report = verify.compare(frozen, [trained, trained])
+    assert report.first == module
+    assert f"gradient of {name} is one that one process does not have, and not zero on ranks 0, 1" in str(report)
+    report = verify.compare(trained, [frozen, frozen])
+    assert report.first == module
+    assert f"gradient of {name} is None on ranks 0, 1" in str(report)
+    zeros = copy.deepcopy(trained)
+    zeros.gradients[name] = torch.zeros_like(zeros.parameters[name])
+    report = verify.compare(zeros, [trained, zeros])
+    assert report.first == module
+    assert f"gradient of {name} is zero in one process, and not zero on rank 0" in str(report)
+    assert verify.compare(zeros, [frozen, zeros]).equal, "zeros and none are the same to an optimizer"
+    assert verify.compare(frozen, [frozen, zeros]).equal
+
+
+def test_a_parameter_that_trains_on_ranks_alone() -> None:
+    plain, adapted = recorded(), recorded(adapter=True)
+    report = verify.compare(plain, [adapted, adapted])
+    assert report.first == "adapter"
+    assert "parameter adapter.weight has a gradient on ranks 0, 1, and one process has no such parameter" in str(report)
+    assert "on ranks alone: adapter, adapter.weight, adapter.bias" in str(report)
+    for name in ("adapter.weight", "adapter.bias"):
+        adapted.gradients[name] = None
+    report = verify.compare(plain, [adapted, adapted])
+    assert report.equal, "what reaches no loss and no gradient is listed alone"
+    assert "on ranks alone: adapter" in str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_bound_is_less_than_the_value(dtype: torch.dtype) -> None:
+    """With the step in float64 beside it each wrong gradient is seen; what is below its rounding is counted."""
+    whole, exact = recorded(dtype=dtype), recorded()
+    whole.exact = exact
+    assert verify.compare(whole, [whole, whole]).equal
+    for factor, words in ((0.0, "is zero"), (-1.0, "has the other sign"), (0.5, "is 1/2 of the whole one")):
+        wrong = copy.deepcopy(whole)
+        for name, x in whole.gradients.items():
+            assert x is not None
+            wrong.gradients[name] = x * factor
+        report = verify.compare(whole, [wrong, wrong])
+        assert report.first == "2", str(report)
+        assert sum(f"gradient of {name} {words}" in str(report) for name in whole.gradients) == 4, str(report)
+    exact.gradients["0.bias"] = torch.zeros(8, dtype=torch.float64)  # as in front of a norm
+    other = copy.deepcopy(whole)
+    other.gradients["0.bias"] = -10 * whole.gradients["0.bias"]  # type: ignore[operator]
+    report = verify.compare(whole, [other, other])
+    assert report.equal
+    assert report.counts["not checked"] == 1
+    assert "not checked: 1 tensor below the rounding of 16 bits" in str(report)
+    whole.exact = None
+    assert "no step in float64 shows the rounding of 16 bits" in str(verify.compare(whole, [whole, whole]))
+
+
+def test_factors_in_words() -> None:
+    whole = torch.tensor([1.0, 2.0, 4.0])
+    words = {2: "is 2 times the whole one", 0.5: "is 1/2 of the whole one", -1: "has the other sign",
+             -0.5: "is -1/2 of", -0.25: "is -1/4 of", -2: "is -2 times", 0: "is zero", 0.3: "is 0.3 times"}  # fmt: skip
+    for factor, expected in words.items():
+        assert str(comparison._factor([factor * whole], [whole], 1e-7)).startswith(expected)
+    for value in (math.nan, math.inf):
+        assert comparison._factor([torch.full((3,), value)], [whole], 1e-7) is None
 
 
 def test_a_module_around_modules_that_one_rank_has_is_named(pool: Pool) -> None:

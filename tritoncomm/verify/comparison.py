@@ -34,7 +34,8 @@ class Report:
         lines: what was found, in sentences of a line each.
         problem: why nothing could be compared; empty if it was.
         counts: ``outputs``, ``parameters`` and ``gradients`` of the run in one process, those ``compared``, those that
-            are ``ambiguous`` because all their values are the same, and ``without a partner``.
+            are ``ambiguous`` because all their values are the same, ``not checked`` because in float64 they are below
+            the rounding of 16 bits, and ``alone``, without a partner.
     """
 
     first: str | None = None
@@ -115,7 +116,7 @@ class _Comparison:
         self.problems: list[_Problem] = []
         self.alone: list[str] = []
         self.counts: dict[str, int] = dict.fromkeys(
-            ("outputs", "parameters", "gradients", "compared", "ambiguous", "alone"), 0
+            ("outputs", "parameters", "gradients", "compared", "ambiguous", "not checked", "alone"), 0
         )
 
     @staticmethod
@@ -135,7 +136,7 @@ class _Comparison:
         self._compare_outputs()
         is_right, before = not self.problems, len(self.problems)
         self._compare_gradients()
-        is_something = bool(self.counts["compared"])
+        is_something = self.counts["compared"] > (len(self.held) if self.counts["not checked"] else 0)
         if is_right:
             if len(self.problems) > _SHOWN:
                 more = len(self.problems) - _SHOWN
@@ -163,11 +164,38 @@ class _Comparison:
             yield "no gradients in one process: nothing was checked of backward"
         if self.counts["ambiguous"]:
             yield f"{self.counts['ambiguous']} of them have one value everywhere, which proves nothing"
+        if self.counts["not checked"]:
+            yield f"not checked: {counted(self.counts['not checked'], 'tensor')} below the rounding of 16 bits"
+        if self.whole.is_rounded and self.whole.exact is None:
+            yield "no step in float64 shows the rounding of 16 bits: bounds are the dtype's, and small values pass"
+        if self.whole.has_autocast and not self.whole.is_rounded:
+            yield "autocast casts nothing in float64: its dtypes were not checked; see --dtype float32"
         if self.alone:
             shown = ", ".join(name or ROOT for name in self.alone[:6])
             yield f"without a partner: {shown}{f' and {len(self.alone) - 6} more' if self.alone[6:] else ''}"
+        if only := self._on_ranks_alone():
+            shown = ", ".join(name or ROOT for name in only[:6])
+            yield f"on ranks alone: {shown}{f' and {len(only) - 6} more' if only[6:] else ''}"
+        if odd := [name for name, x in self.whole.parameters.items() if not bool(x.isfinite().all())]:
+            yield f"not finite in one process: parameter {odd[0]}"
+        odd = [call.name for call in self.whole.calls if not all(self._is_finite(i) for i in call.outputs)]
+        if odd:
+            yield f"not finite in one process: the output of {odd[0] or ROOT}"
         for line in self.whole.noise:
             yield f"set to 0: {line}"
+
+    def _is_finite(self, index: int) -> bool:
+        """Whether a tensor of the run in one process has neither NaN nor infinite values."""
+        return bool(self.whole.tensors[index].isfinite().all())
+
+    def _on_ranks_alone(self) -> list[str]:
+        """Return the names of parameters, and of modules that were called, which one process does not have."""
+        called = dict.fromkeys(call.name for each in self.ranks for call in each.calls)
+        parameters = dict.fromkeys(name for each in self.ranks for name in each.parameters)
+        modules = {*self.whole.modules, *self.whole_times}
+        return [name for name in called if name not in modules] + [
+            name for name in parameters if name not in self.whole.parameters
+        ]
 
     # ---- what is compared ----
 
@@ -258,11 +286,15 @@ class _Comparison:
             whole = self.whole.tensors[index]
             parts = [self.ranks[rank].tensors[each.outputs[j]] for rank, each in present]
             self.counts["compared"] += 1
+            values = _wide(whole), list(map(_wide, parts)), self._bound(call, j)
             if not is_telling(whole):
                 self.counts["ambiguous"] += 1
+                if _not_finite(*values[:2], range(len(parts))):
+                    return "wrong", self._blamed(call, present, pending, find(*values), values)
                 continue
-            values = _wide(whole), list(map(_wide, parts)), self._bound(call, j)
             found = find(*values, True, self._declared(call.name))
+            if self._is_below(self._exact_output(call, j), values[2], values[1]):
+                continue
             if found.relation is None and self._is_divided(call.name) and self._are_stages(values, present):
                 self.alone.append(call.name)
                 return "", None
@@ -293,6 +325,13 @@ class _Comparison:
             ):
                 return False
         return True
+
+    def _exact_output(self, call: Call, j: int) -> Tensor | None:
+        """Return an output in float64; None without a step in float64."""
+        exact = self.exact.get((call.name, call.number))
+        if exact is None or self.whole.exact is None or j >= len(exact.outputs):
+            return None
+        return self.whole.exact.tensors[exact.outputs[j]]
 
     def _bound(self, call: Call, j: int, of_input: bool = False) -> float:
         """Return the largest difference that rounding may make to an output, or an input, of a call."""
@@ -373,42 +412,69 @@ class _Comparison:
         # The gradient of a tied parameter is whole when backward has passed the first module that uses it.
         tied = {name: min(own[each] for each in names) for names in self.whole.tied.values() for name in names}
         names = sorted(self.whole.gradients, key=lambda name: (-tied.get(name, own[name]), -own[name]))
+        # Of the largest of all: a gradient may be what is left of addends that cancel. That of a bias in front of a
+        # norm is nothing but their rounding.
         for name in names:
-            whole = self.whole.gradients[name]
-            if whole is None:
-                continue
-            self.counts["gradients"] += 1
-            holders = [rank for rank, each in enumerate(self.ranks) if name in each.parameters]
-            if name not in self.held or not holders:
-                self.counts["alone"] += 1
-                continue
-            self.counts["compared"] += 1
-            module, gradients = name.rpartition(".")[0], [self.ranks[rank].gradients.get(name) for rank in holders]
-            if not bool((whole != 0).any()):
-                self.counts["ambiguous"] += 1
-                continue
-            missing = [rank for rank, x in zip(holders, gradients, strict=True) if x is None]
-            parts = [_wide(x) for x in gradients if x is not None]
-            if missing:
-                self._add(module, f"gradient of {name} is None on {_ranks(missing)}")
-                continue
-            # Of the largest of all: a gradient may be what is left of addends that cancel. That of a bias in front of a
-            # norm is nothing but their rounding.
-            bound = _FACTOR * eps * math.sqrt(reduction) * largest
-            if self.whole.exact is not None:
-                bound = max(bound, _rounding(whole, self.whole.exact.gradients.get(name)))
-            relation = self._declared(f"gradient {name}") or self.held[name]
-            found = find(_wide(whole), parts, bound, True, relation)
-            if found.relation is not None:
-                continue
-            words = self._words_of_gradient(name, _wide(whole), parts, bound, holders, relation)
-            figures = f"largest difference {found.error:.1e}, at most {bound:.1e}"
-            self._add(module, f"gradient of {name} {words} ({figures})")
+            self._compare_gradient(name, _FACTOR * eps * math.sqrt(reduction) * largest)
+        if not all(map(self._holders, self.whole.parameters)):
+            return  # a name without a partner here may be one without a partner there
+        for name in self._on_ranks_alone():
+            gradients = [each.gradients.get(name) for each in self.ranks]
+            if training := [rank for rank, x in enumerate(gradients) if x is not None and bool((x != 0).any())]:
+                line = f"parameter {name} has a gradient on {_ranks(training)}, and one process has no such parameter"
+                self._add(name.rpartition(".")[0], line)
+
+    def _compare_gradient(self, name: str, bound: float) -> None:
+        """Compare one gradient; zeros and none are the same, as they are to an optimizer without decay."""
+        recorded, holders = self.whole.gradients[name], self._holders(name)
+        whole = torch.zeros_like(self.whole.parameters[name]) if recorded is None else recorded
+        gradients = [self.ranks[rank].gradients.get(name) for rank in holders]
+        is_zero = not bool((whole != 0).any())
+        self.counts["gradients"] += recorded is not None
+        if name not in self.held or not holders:
+            self.counts["alone"] += recorded is not None
+            return
+        self.counts["compared"] += recorded is not None
+        self.counts["ambiguous"] += recorded is not None and is_zero
+        module, missing = name.rpartition(".")[0], [r for r, x in zip(holders, gradients, strict=True) if x is None]
+        if missing and not is_zero:
+            self._add(module, f"gradient of {name} is None on {_ranks(missing)}")
+            return
+        parts = [
+            _wide(torch.zeros_like(self.ranks[rank].parameters[name]) if x is None else x)
+            for rank, x in zip(holders, gradients, strict=True)
+        ]
+        if self.whole.exact is not None and recorded is not None:
+            exact = self.whole.exact.gradients.get(name)
+            bound = _rounding(whole, exact)
+            if self._is_below(exact, bound, parts):
+                return
+        relation = self._declared(f"gradient {name}") or self.held[name]
+        found = find(_wide(whole), parts, bound, True, relation)
+        if found.relation is not None:
+            return
+        words = _not_finite(_wide(whole), parts, holders)
+        if not words and is_zero:
+            having = [rank for rank, x in zip(holders, parts, strict=True) if bool((x != 0).any())]
+            held = "is zero in one process" if recorded is not None else "is one that one process does not have"
+            words = f"{held}, and not zero on {_ranks(having)}"
+        words = words or self._words_of_gradient(name, _wide(whole), parts, bound, holders, relation)
+        self._add(module, f"gradient of {name} {words} (largest difference {found.error:.1e}, at most {bound:.1e})")
+
+    def _is_below(self, exact: Tensor | None, bound: float, parts: Sequence[Tensor]) -> bool:
+        """Whether the values in float64 are below their bound, which says nothing then; count the tensor if so."""
+        if exact is None or _largest(exact) > bound or not all(bool(x.isfinite().all()) for x in parts):
+            return False
+        self.counts["compared"] -= 1
+        self.counts["not checked"] += 1
+        return True
 
     def _compare_loss(self) -> None:
         """Compare the losses that the steps returned: each the whole one, its mean or its addends."""
         whole, parts = self.whole.loss, [each.loss for each in self.ranks if each.loss is not None]
-        if whole is None or not parts or not is_telling(whole):
+        if whole is None or not parts:
+            return
+        if not is_telling(whole) and all(bool(x.isfinite().all()) for x in parts):
             return
         self.counts["compared"] += 1
         self.counts["outputs"] += 1
@@ -451,6 +517,8 @@ class _Comparison:
         call: Call | None = None,
     ) -> str:  # fmt: skip
         """Say what explains wrong values: a factor, another rank's chunk, one rank, a bias, a narrower dtype."""
+        if words := _not_finite(whole, parts, ranks):
+            return f"; {words}"
         found = [*self._words_of_values(whole, parts, bound, ranks, nearest)]
         if call is not None:
             own = [self.calls[rank][call.name, call.number] for rank in ranks]
@@ -551,6 +619,23 @@ def _wide(x: Tensor) -> Tensor:
     return torch.view_as_real(x.to(torch.complex128)) if x.is_complex() else x.to(torch.float64)
 
 
+def _not_finite(whole: Tensor, parts: Sequence[Tensor], ranks: Sequence[int]) -> str:
+    """Say on which ranks values are NaN or infinite, though none of the whole tensor is; "" if none are."""
+    if not bool(whole.isfinite().all()):
+        return ""
+    found: dict[str, list[int]] = {}
+    for rank, x in zip(ranks, parts, strict=True):
+        for kind, is_odd in (("NaN", x.isnan()), ("infinite", x.isinf())):
+            if bool(is_odd.any()):
+                at = [int(i) for i in is_odd.nonzero()[0]]
+                many = f"{int(is_odd.sum())} of {counted(x.numel(), 'value')}, first at {at}"
+                many = "all values" if bool(is_odd.all()) else many
+                found.setdefault(f"{kind}|{many}", []).append(rank)
+    return ", ".join(
+        f"is {kind} on {_ranks(who)} ({many})" for key, who in found.items() for kind, many in [key.split("|")]
+    )
+
+
 def _rounding(x: Tensor, exact: Tensor | None) -> float:
     """Return the bound of a step in 16 bits: four times the distance to the same step in float64."""
     eps = torch.finfo(x.dtype).eps * _largest(x)
@@ -575,7 +660,7 @@ def _factor(parts: Sequence[Tensor], expected: Sequence[Tensor], bound: float) -
     """Say by which number all values are off, if one number explains them."""
     top = sum(float((x * e).sum()) for x, e in zip(parts, expected, strict=True))
     bottom = sum(float((e * e).sum()) for e in expected)
-    if not bottom:
+    if not bottom or not math.isfinite(top / bottom):
         return None
     ratio = top / bottom
     if any(difference(x, ratio * e) > 4 * bound * max(1.0, abs(ratio)) for x, e in zip(parts, expected, strict=True)):
@@ -585,7 +670,11 @@ def _factor(parts: Sequence[Tensor], expected: Sequence[Tensor], bound: float) -
     if abs(ratio - round(ratio)) < 1e-6 and abs(round(ratio)) > 1:
         return f"is {round(ratio)} times the whole one"
     if abs(1 / ratio - round(1 / ratio)) < 1e-6:
-        return f"is 1/{round(1 / ratio)} of the whole one" if ratio > 0 else "has the other sign"
+        return (
+            "has the other sign"
+            if round(ratio, 6) == -1
+            else f"is {'-' * (ratio < 0)}1/{round(abs(1 / ratio))} of the whole one"
+        )
     return f"is {ratio:.6g} times the whole one"
 
 

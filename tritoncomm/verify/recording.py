@@ -139,6 +139,7 @@ class Recording:
         relations: of the case.
         noise: attributes that draw random numbers, in words.
         exact: the same step in float64, for a step in 16 bits: the distance of the two is what rounding does.
+        has_autocast: whether a module was called under autocast.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -153,6 +154,12 @@ class Recording:
     relations: dict[str, Relation] = field(default_factory=dict)
     noise: list[str] = field(default_factory=list)
     exact: "Recording | None" = None
+    has_autocast: bool = False
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether an operator of the step had a result in 16 bits or fewer."""
+        return torch.finfo(self.narrowest).eps > torch.finfo(torch.float32).eps
 
     def to_bytes(self) -> bytes:
         """Return the recording as bytes, for a file or another rank."""
@@ -203,6 +210,7 @@ class _Recorder:
     def before(self, *_: Any) -> None:
         """Note the collectives before a call."""
         self.started.append(self.watch.collectives)
+        self.recording.has_autocast |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
 
     def after(self, name: str) -> Callable[..., None]:
         """Return the hook of a module."""
