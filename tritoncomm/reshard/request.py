@@ -157,9 +157,8 @@ def parse(
         if local.is_quantized:
             raise ArgumentError(f"{name}: {key} is quantized, and its scale would not move; call .int_repr()")
         if out is not None:
-            y = outs_by_name.get(key)
-            if y is None:
-                y = kinds.result_of(key, dtypes[key] or local.dtype, device).view(target_shape or (0,))
+            absent = dtypes[key] or local.dtype, device
+            y = outs_by_name[key] if key in outs_by_name else kinds.result_of(key, *absent).view(target_shape or (0,))
             like = local_of(y)
             outs.append((y, like))
             if not isinstance(like, Tensor):
