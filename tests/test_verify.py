@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typer.testing import CliRunner
 from verify_faults import BUILDS, FAULTS
-from verify_programs import PROGRAMS
+from verify_programs import PROGRAMS, sampled
 
 from tritoncomm import cli, mappings, verify
 from tritoncomm.demo.plain_model import PlainTransformer
@@ -91,7 +91,7 @@ RIGHT = [(name,) for name in PROGRAMS]
 )
 def test_right_programs_are_equal(pool: Pool, world: int, programs: list[tuple[str]]) -> None:
     wrong = []
-    programs = [each for each in programs if each != ("hsdp",) or world == 4]
+    programs = [each for each in programs if each[0] not in ("hsdp", "fsdp2 over tensor parallel") or world == 4]
     for every in pool.run(run_cases, programs, world=world, timeout=300):
         for (name,), report in zip(programs, every, strict=True):
             if (
@@ -100,6 +100,28 @@ def test_right_programs_are_equal(pool: Pool, world: int, programs: list[tuple[s
             ):
                 wrong.append(f"{name}: {report}")
     assert not wrong, "\n\n".join(wrong)
+
+
+NEW = [("sampler",), ("sampler, token numbers",), ("torch's pipeline",), ("fsdp2 over tensor parallel",)]
+
+
+def test_other_orders_are_equal(pool: Pool) -> None:
+    """A dim split twice, forwards that infer shapes, samples by strides: those of the model's inputs alone."""
+    for every in pool.run(run_cases, NEW, world=4, timeout=100):
+        for (name,), report in zip(NEW, every, strict=True):
+            assert report.equal, f"{name}: {report}"
+            assert report.counts["gradients"] >= 4
+    (report, *_) = pool.run(mixed_report, world=2)
+    assert report.first == "", str(report)
+
+
+def mixed_report(group: ProcessGroup) -> verify.Report:
+    torch.manual_seed(0)
+    alone = sampled(0, 1, None, None)
+    whole = verify.record(alone)
+    return verify.compare(
+        whole, verify.record(sampled(group.rank(), group.size(), group, alone.model.state_dict(), mixed=True)), group
+    )
 
 
 @pytest.mark.slow
@@ -403,7 +425,7 @@ def test_values_are_drawn_and_noise_is_named() -> None:
 
 
 CASE = """
-import torch
+import os, torch
 from tritoncomm import verify
 
 def build(rank, world, group, whole):
@@ -424,6 +446,15 @@ def build(rank, world, group, whole):
     ("fault", "code", "text"),
     [
         pytest.param("", 0, "all equal", marks=pytest.mark.slow),
+        # A program that joins the group itself, by what torchrun sets.
+        pytest.param(
+            "torch.distributed.init_process_group('gloo', rank=int(os.environ['RANK']), "
+            "world_size=int(os.environ['WORLD_SIZE']), init_method=f\"tcp://localhost:{os.environ['MASTER_PORT']}\"); "
+            "assert os.environ['LOCAL_RANK'] == str(torch.distributed.get_rank())",
+            0,
+            "all equal",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("if world > 1: model.bias.data += rank", 1, "only rank 1 differs", marks=pytest.mark.slow),
         pytest.param(
             "if rank == 1: raise ValueError('no such layer')", 2, "ValueError: no such layer", marks=pytest.mark.slow
@@ -433,7 +464,7 @@ def build(rank, world, group, whole):
         ),
         pytest.param("return None", 2, "has to return a verify.Case", marks=pytest.mark.slow),
     ],
-    ids=["equal", "differs", "raises", "other weights", "no case"],
+    ids=["equal", "joins", "differs", "raises", "other weights", "no case"],
 )
 def test_the_command(tmp_path: Path, fault: str, code: int, text: str) -> None:
     (path := tmp_path / "case.py").write_text(CASE.format(fault=fault))
@@ -463,6 +494,15 @@ def test_bad_arguments(arguments: list[str], text: str) -> None:
     result = CliRunner().invoke(cli.app, ["verify", *arguments])
     assert result.exit_code == 3, result.output
     assert text in " ".join(result.output.split())
+
+
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line and 3, as for every argument that cannot be taken."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = CliRunner().invoke(cli.app, ["verify", "transformers", "llama"])
+    assert result.exit_code == 3, result.output
+    assert "needs the package transformers, which is not here" in " ".join(result.output.split())
+    assert "Traceback" not in result.output
 
 
 @pytest.mark.slow

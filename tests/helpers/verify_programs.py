@@ -27,7 +27,7 @@ from tritoncomm.integrations.yunchang import SeqAllToAll4D
 from tritoncomm.tensor import ProcessGroup
 from tritoncomm.verify import Case
 
-__all__ = ["PROGRAMS", "channels"]
+__all__ = ["PROGRAMS", "channels", "sampled"]
 
 BATCH, LENGTH, CLASSES = 8, 8, 24
 
@@ -260,6 +260,102 @@ def pipeline(rank: int, world: int, group: Any, whole: Any, parts: int = 2) -> C
     return Case(stage, step, rename=renamed)
 
 
+def sampled(rank: int, world: int, group: Any, whole: Any, ids: bool = False, mixed: bool = False) -> Case:
+    """DDP over samples r, r + W, ..., as torch's DistributedSampler draws them; of numbers of tokens, too.
+
+    With ``mixed`` the model itself exchanges its samples for others: a wrong gather, which looks alike.
+    """
+    first = nn.Embedding(24, 6) if ids else nn.Linear(6, 6)
+    model = nn.Sequential(first, nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 2))
+    if whole is not None:
+        model.load_state_dict(whole)
+    made = torch.Generator().manual_seed(3)
+    x = torch.randint(24, (16,), generator=made) if ids else torch.randn(16, 6, generator=made)
+    if mixed and world > 1:
+        every = x
+        x = x.chunk(world)[rank]
+        model[0].register_forward_pre_hook(lambda module, args: (every[rank::world],))
+    else:
+        x = x[rank::world]
+    called = DistributedDataParallel(model, process_group=group) if world > 1 else model
+
+    def step() -> Tensor:
+        loss = called(x).square().mean()
+        loss.backward()
+        return loss
+
+    return Case(model, step)
+
+
+class Stage(nn.Module):
+    """A stage of a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.gelu(self.up(self.norm(x)))
+
+
+def pipelined(rank: int, world: int, group: Any, whole: Any) -> Case:
+    """torch.distributed.pipelining without given shapes: each stage infers them by one more forward."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    model = nn.ModuleDict({str(i): Stage() for i in range(4)})
+    if whole is not None:
+        model.load_state_dict(whole)
+    x, count = torch.randn(8, 6, generator=torch.Generator().manual_seed(4)), 4 // world
+    if world == 1:
+
+        def alone() -> Tensor:
+            total = torch.zeros(())
+            for y in x.chunk(4):
+                for layer in model.values():
+                    y = layer(y)
+                loss = y.square().mean() / 4
+                loss.backward()
+                total += loss.detach()
+            return total
+
+        return Case(model, alone)
+    own = nn.Sequential(*(model[str(i)] for i in range(rank * count, (rank + 1) * count)))
+    stage = PipelineStage(own, rank, world, torch.device("cpu"), group=group)
+    schedule = ScheduleGPipe(stage, 4, loss_fn=lambda y, _: y.square().mean())
+
+    def renamed(name: str) -> str | None:
+        number, dot, rest = name.partition(".")
+        return f"{int(number) + rank * count}{dot}{rest}" if number else None
+
+    def step() -> Tensor | None:
+        losses: list[Tensor] = []
+        schedule.step(*([x] if rank == 0 else []), target=x, losses=losses)
+        return torch.stack(losses).mean() if losses else None
+
+    return Case(own, step, rename=renamed)
+
+
+def twice(rank: int, world: int, group: Any, whole: Any) -> Case:
+    """FSDP2 over tensor parallelism: a dim of the weights is split twice, the inner ranks first."""
+    layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    if whole is not None:
+        layers.load_state_dict(whole)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(5))
+    if world > 1:
+        mesh = mesh_of_four("replicas", "tensor")
+        plan = {"0": theirs.ColwiseParallel(), "2": theirs.RowwiseParallel()}
+        theirs.parallelize_module(layers, mesh["tensor"], plan)
+        fully_shard(layers, mesh=mesh["replicas"])
+        x = x.chunk(2)[mesh["replicas"].get_local_rank()]
+
+    def step() -> Tensor:
+        loss = layers(x).square().mean()
+        loss.backward()
+        return loss
+
+    return Case(layers, step)
+
+
 PROGRAMS: dict[str, Callable[..., Case]] = {
     "sharded weights": tensor,
     "sequence of 7": sequence,
@@ -283,4 +379,8 @@ PROGRAMS: dict[str, Callable[..., Case]] = {
     "ColoTensor": colo,
     "channels": channels,
     "pipeline": pipeline,
+    "sampler": sampled,
+    "sampler, token numbers": partial(sampled, ids=True),
+    "torch's pipeline": pipelined,
+    "fsdp2 over tensor parallel": twice,
 }

@@ -113,6 +113,7 @@ class _Comparison:
         self.times = [self._times(each) for each in ranks]
         self.whole_times = self._times(whole)
         self.held: dict[str, Relation] = {}  # of parameters
+        self.has_strides = self._has_strided_inputs()
         self.problems: list[_Problem] = []
         self.alone: list[str] = []
         self.counts: dict[str, int] = dict.fromkeys(
@@ -126,6 +127,19 @@ class _Comparison:
         for call in recording.calls:
             times[call.name] = times.get(call.name, 0) + 1
         return times
+
+    def _has_strided_inputs(self) -> bool:
+        """Whether a relation is declared so, or the ranks call the model with every n-th index of an input."""
+        if any(relation.is_strided for each in self.ranks for relation in each.relations.values()):
+            return True
+        for i, whole in enumerate(self.whole.inputs):
+            parts = [each.inputs[i] for each in self.ranks if i < len(each.inputs)]
+            if len(parts) < len(self.ranks) or not is_telling(whole):
+                continue
+            relation = find(whole, parts, 0.0, False, allow_strides=True).relation
+            if relation is not None and relation.is_strided:
+                return True
+        return False
 
     def report(self) -> Report:
         """Compare all, and return the report."""
@@ -292,7 +306,7 @@ class _Comparison:
                 if _not_finite(*values[:2], range(len(parts))):
                     return "wrong", self._blamed(call, present, pending, find(*values), values)
                 continue
-            found = find(*values, True, self._declared(call.name))
+            found = find(*values, True, self._declared(call.name), self.has_strides)
             if self._is_below(self._exact_output(call, j), values[2], values[1]):
                 continue
             if found.relation is None and self._is_divided(call.name) and self._are_stages(values, present):
@@ -393,7 +407,7 @@ class _Comparison:
             if not is_telling(whole) or any(j >= len(each.inputs) for _, each in present):
                 continue
             parts = [_wide(self.ranks[rank].tensors[each.inputs[j]]) for rank, each in present]
-            if find(_wide(whole), parts, self._bound(call, j, True)).relation is None:
+            if find(_wide(whole), parts, self._bound(call, j, True), allow_strides=self.has_strides).relation is None:
                 return f"input {j}" if len(call.inputs) > 1 else "the input"
         return None
 

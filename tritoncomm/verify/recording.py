@@ -1,7 +1,9 @@
 """One training step of a model, recorded: inputs and outputs of every module, parameters and gradients."""
 
 import io
+import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ _NOISE = re.compile(
 )
 _DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
 _COLLECTIVES = ("c10d", "_c10d_functional")
+_STAGES, _INFERENCES = "torch.distributed.pipelining.stage", ("_shape_inference", "_forward_metadata_inference")
 ROOT: Final = "the model"
 
 
@@ -133,6 +136,7 @@ class Recording:
         tensors: inputs and outputs of the calls, each once.
         parameters, gradients: by their names in the run of one process; a gradient may be None.
         tied: for a parameter that has several names all of them, by the first.
+        inputs: floating-point and integer tensors that the model was first called with, in float64.
         loss: what the step returned.
         narrowest, reduction: over the whole step.
         modules: names of all modules, called or not.
@@ -147,6 +151,7 @@ class Recording:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     tied: dict[str, list[str]] = field(default_factory=dict)
+    inputs: list[Tensor] = field(default_factory=list)
     loss: Tensor | None = None
     narrowest: torch.dtype = torch.float64
     reduction: int = 1
@@ -219,7 +224,11 @@ class _Recorder:
             started = self.started.pop() if self.started else 0
             if torch._C._current_autograd_node() is not None:  # pyright: ignore  (recomputed in backward)
                 return
+            if _infers_shapes():
+                return
             inputs, outputs, watch = self._taken((args, kwargs)), self._taken(output), self.watch
+            if not name and not self.counts[name]:
+                self.recording.inputs = [_copied(x).double() for x in _tensors((args, kwargs)) if not x.is_complex()]
             collectives = started, watch.collectives
             call = Call(name, self.counts[name], inputs, outputs, watch.narrowest, watch.reduction, collectives)
             self.recording.calls.append(call)
@@ -239,6 +248,20 @@ class _Recorder:
                 self.recording.tensors.append(_copied(x))
             found.append(known[2])
         return found
+
+
+# TODO: delete when a stage of torch.distributed.pipelining tells a forward that only infers shapes from one of a step:
+# torch 2.13 runs it with real tensors and a graph, by a private method; older releases have the other name.
+def _infers_shapes() -> bool:
+    """Whether a stage of torch's pipelines calls the module to learn what it will send."""
+    if _STAGES not in sys.modules:
+        return False
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in _INFERENCES and frame.f_globals.get("__name__") == _STAGES:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -315,8 +338,30 @@ def _take_parameters(case: Case, found: Recording) -> None:
         if whole in found.parameters:
             raise ArgumentError(f"verify.record: two parameters are {whole!r} in the run of one process")
         found.parameters[whole] = _copied(parameter)
+        if whole not in found.relations and (relation := _nested_split(parameter)) is not None:
+            found.relations[whole] = relation
         names.setdefault(id(parameter), []).append(whole)
     found.tied = {each[0]: each for each in names.values() if len(each) > 1}
+
+
+def _nested_split(parameter: Any) -> Relation | None:
+    """Return the relation of a DTensor over all ranks of which a dim is split evenly more than once; else None."""
+    mesh: Any = getattr(parameter, "device_mesh", None)
+    cut: list[tuple[int, Any]] = [
+        (axis, each) for axis, each in enumerate(getattr(parameter, "placements", ())) if hasattr(each, "dim")
+    ]
+    if mesh is None or len({each.dim for _, each in cut}) == len(cut):
+        return None
+    if mesh.mesh.flatten().tolist() != [*range(mesh.size())] or any(
+        parameter.shape[p.dim] % mesh.size() for _, p in cut
+    ):
+        return None
+    splits: list[tuple[int, int, int]] = []
+    for axis, placement in reversed(cut):
+        # A strided shard was cut after those of the later axes: FSDP2 over tensor parallelism.
+        at = len(splits) if hasattr(placement, "split_factor") else 0
+        splits.insert(at, (placement.dim, mesh.size(axis), math.prod(mesh.shape[axis + 1 :])))
+    return Relation(tuple(splits))
 
 
 def _matches(name: str, patterns: Collection[str]) -> bool:

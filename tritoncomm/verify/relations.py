@@ -21,12 +21,13 @@ _MOST_RATIO = 16  # of query to key heads, of a fused projection
 
 @dataclass(frozen=True)
 class Relation:
-    """Parts of a tensor that ranks hold; made by ``equal``, ``chunk``, ``mirrored``, ``fused`` or ``addends``.
+    """Parts of a tensor that ranks hold; made by its class methods, ``equal`` to ``addends``.
 
     Attributes:
         splits: (dim, chunks, step) of every split dim: the k-th rank holds chunk ``(k // step) % chunks`` of it.
         sizes: of the chunks of the one split dim, where they are not those of ``torch.chunk``.
         is_mirrored: chunk i of n is chunk i of 2n and the one as far from the end, as in balanced causal attention.
+        is_strided: chunk i of n is every n-th index from i on, as samplers of data parallelism draw them.
         sections: sizes of the parts of a fused tensor along the split dim, each of which is split.
         summed: (ranks, step) of the ranks whose tensors have to be added up; (1, 1) for none.
         is_mean: the whole value is their mean, not their sum.
@@ -36,6 +37,7 @@ class Relation:
     splits: tuple[tuple[int, int, int], ...] = ()
     sizes: tuple[int, ...] = ()
     is_mirrored: bool = False
+    is_strided: bool = False
     sections: tuple[int, ...] = ()
     summed: tuple[int, int] = (1, 1)
     is_mean: bool = False
@@ -50,6 +52,11 @@ class Relation:
     def chunk(cls, dim: int, chunks: int, step: int = 1, sizes: Sequence[int] = ()) -> "Relation":
         """The k-th rank holds chunk ``(k // step) % chunks`` of ``dim``, which counts from the front."""
         return cls(((dim, chunks, step),), tuple(sizes))
+
+    @classmethod
+    def strided(cls, dim: int, chunks: int, step: int = 1) -> "Relation":
+        """The k-th rank holds every ``chunks``-th index of ``dim``, from ``(k // step) % chunks`` on."""
+        return cls(((dim, chunks, step),), is_strided=True)
 
     @classmethod
     def mirrored(cls, dim: int, chunks: int, step: int = 1) -> "Relation":
@@ -75,6 +82,8 @@ class Relation:
         words = [f"{chunks} chunks along dim {dim}" for dim, chunks, _ in self.splits]
         if self.is_mirrored:
             words[0] = "two mirrored " + words[0].removeprefix(f"{self.splits[0][1]} ")
+        if self.is_strided:
+            words[0] = words[0].replace("chunks", "strided chunks")
         if self.sections:
             words[0] = f"{len(self.sections)} fused parts, each in " + words[0]
         if self.is_partial:
@@ -102,6 +111,8 @@ class Relation:
                 if len(pieces) != 2 * chunks:
                     return None
                 x = torch.cat([pieces[i], pieces[2 * chunks - 1 - i]], dim)
+            elif self.is_strided:
+                x = x[(slice(None),) * dim + (slice(i, None, chunks),)]
             elif self.sizes:
                 x = x.split(self.sizes, dim)[i]
             else:
@@ -132,7 +143,12 @@ def is_telling(whole: Tensor) -> bool:
 
 
 def find(
-    whole: Tensor, parts: Sequence[Tensor], bound: float, allow_sums: bool = True, known: Relation | None = None
+    whole: Tensor,
+    parts: Sequence[Tensor],
+    bound: float,
+    allow_sums: bool = True,
+    known: Relation | None = None,
+    allow_strides: bool = False,
 ) -> Found:
     """Find the relation of ranks' tensors to the whole one, all floating point in one dtype.
 
@@ -140,9 +156,10 @@ def find(
         bound: largest difference of an element.
         allow_sums: whether ranks may hold addends.
         known: a relation that is declared; no other is tried.
+        allow_strides: whether ranks may hold every n-th index. Rows that a wrong gather interleaved look alike.
     """
     whole, nearest, least = _expanded(whole, parts), None, math.inf
-    for relation in [known] if known is not None else candidates(whole, parts, allow_sums):
+    for relation in [known] if known is not None else candidates(whole, parts, allow_sums, allow_strides):
         error = _error(relation, whole, parts, bound)
         if error <= bound:
             return Found(relation, error)
@@ -218,14 +235,16 @@ def _view(whole: Tensor, view: str, dims: int) -> Tensor | None:
     return whole.flatten(0, 1) if whole.dim() == dims + 1 >= 2 else None
 
 
-def candidates(whole: Tensor, parts: Sequence[Tensor], allow_sums: bool) -> Iterator[Relation]:
+def candidates(
+    whole: Tensor, parts: Sequence[Tensor], allow_sums: bool, allow_strides: bool = False
+) -> Iterator[Relation]:
     """Yield relations that the shapes allow, likely ones first."""
     count, dims = len(parts), parts[0].dim()
     for view in ("", "transposed", "flat"):
         viewed = _view(whole, view, dims)
         if viewed is None or any(x.dim() != dims for x in parts):
             continue
-        splits = list(_splits(viewed.shape, [x.shape for x in parts]))
+        splits = list(_splits(viewed.shape, [x.shape for x in parts], allow_strides))
         yield from (replace(each, view=view) for each in splits)
         if not allow_sums:
             continue
@@ -243,7 +262,7 @@ def _mesh_dims(count: int) -> Iterator[tuple[int, int]]:
             yield from ((size, step) for step in range(1, rest + 1) if rest % step == 0)
 
 
-def _splits(whole: Sequence[int], parts: Sequence[Sequence[int]]) -> Iterator[Relation]:
+def _splits(whole: Sequence[int], parts: Sequence[Sequence[int]], allow_strides: bool) -> Iterator[Relation]:
     """Yield ways to split a shape that give the ranks' shapes."""
     split = [dim for dim, size in enumerate(whole) if any(part[dim] != size for part in parts)]
     if any(part[dim] > whole[dim] for part in parts for dim in split):
@@ -251,15 +270,15 @@ def _splits(whole: Sequence[int], parts: Sequence[Sequence[int]]) -> Iterator[Re
     if not split:
         yield Relation()
         return
-    ways = [list(_of_dim(whole[dim], [part[dim] for part in parts], dim)) for dim in split]
+    ways = [list(_of_dim(whole[dim], [part[dim] for part in parts], dim, allow_strides)) for dim in split]
     for each in itertools.product(*ways):
         if len(each) == 1:
             yield each[0]
-        elif not any(one.sizes or one.is_mirrored or one.sections for one in each):
+        elif not any(one.sizes or one.is_mirrored or one.is_strided or one.sections for one in each):
             yield Relation(tuple(one.splits[0] for one in each))
 
 
-def _of_dim(size: int, sizes: Sequence[int], dim: int) -> Iterator[Relation]:
+def _of_dim(size: int, sizes: Sequence[int], dim: int, allow_strides: bool) -> Iterator[Relation]:
     """Yield ways to split one dim over the ranks so that they hold these sizes."""
     count, found = len(sizes), []
     for chunks, step in _mesh_dims(count):
@@ -271,6 +290,8 @@ def _of_dim(size: int, sizes: Sequence[int], dim: int) -> Iterator[Relation]:
     if not found and sum(sizes) == size:
         yield Relation.chunk(dim, count, 1, sizes)
     for chunks, step in found:
+        if allow_strides and size % chunks == 0:
+            yield Relation.strided(dim, chunks, step)
         if size % (2 * chunks) == 0:
             yield Relation.mirrored(dim, chunks, step)
         yield from (Relation.fused(dim, chunks, sections, step) for sections in _sections(size, chunks))

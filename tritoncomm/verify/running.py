@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import multiprocessing
+import os
+import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -64,7 +66,10 @@ def builder(target: str) -> Callable[..., Case]:
         from tritoncomm.verify.transformers_models import case_of  # transformers takes seconds to import
 
         name, _, size = target.removeprefix(TRANSFORMERS).partition(":")
-        return case_of(name, size == "full")
+        try:
+            return case_of(name, size == "full")
+        except ModuleNotFoundError as error:
+            raise ArgumentError(f"a model of transformers needs the package {error.name}, which is not here") from None
     path, _, name = target.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
         raise ArgumentError(f"expected FILE.py:function, not {target!r}")
@@ -137,10 +142,28 @@ def _start(rank: int, world: int, settings: Settings, dtype: str, store: Path) -
     torch.set_num_threads(max(1, torch.get_num_threads() // world))
     torch.set_default_dtype(DTYPES[dtype])
     torch.manual_seed(settings.seed)
-    dist.init_process_group("gloo", store=FileStore(str(store), world), rank=rank, world_size=world, timeout=_TIMEOUT)
+    shared = FileStore(str(store), world)
+    dist.init_process_group("gloo", store=shared, rank=rank, world_size=world, timeout=_TIMEOUT)
+    # What torchrun sets, for programs that read it. One that joins the process group itself has joined this one.
+    if rank == 0:
+        shared.set("port", str(_free_port()))
+    launch = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(value) for name, value in launch.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=shared.get("port").decode())
+    dist.init_process_group = _joined
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def _joined(*_: Any, **__: Any) -> None:
+    """Take the place of ``init_process_group`` in a process that has joined."""
+
+
+def _free_port() -> int:
+    """Return a port of this machine that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def _run_alone(_: int, settings: Settings, folder: str, dtype: str, name: str) -> None:
