@@ -7,6 +7,7 @@ import importlib.util
 import json
 import random
 import subprocess
+import weakref
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -323,6 +324,20 @@ def test_bidirectional_models_see_no_padding_of_ours(group: ProcessGroup) -> Non
         packed = ids[:, :14], torch.arange(7).repeat(2, 2)
         with pytest.raises(UnsupportedError, match="shard_batch makes a causal mask of packed"):
             model(**ours.shard_batch({"input_ids": packed[0], "position_ids": packed[1]}, group))
+    finally:
+        ours.unregister()
+
+
+@pytest.mark.ranks(2)
+def test_judging_keeps_no_tensor_of_the_caller(group: ProcessGroup) -> None:
+    """The attention looks for the model that calls it; a loop that calls the model may free what it has."""
+    name, model, local = ours.register(group), llama(), torch.ones(4)
+    model.set_attn_implementation(name)
+    try:
+        model(**ours.shard_batch({"input_ids": torch.arange(8)[None]}, group), use_cache=False)
+        kept = weakref.ref(local)
+        del local
+        assert kept() is None
     finally:
         ours.unregister()
 

@@ -172,7 +172,8 @@ def called() -> Any | None:
     """Return the outermost model of transformers whose forward is running in this thread; None outside of one."""
     owners, frame = [], sys._getframe(1)
     while frame is not None:
-        owners.append(frame.f_locals.get("self"))
+        if frame.f_code.co_name == "forward":  # a frame keeps the locals that it was asked for until it ends
+            owners.append(frame.f_locals.get("self"))
         frame = frame.f_back
     return outermost(reversed(owners))
 
