@@ -34,14 +34,27 @@ def gloo_pair(made_device: "Device", request: pytest.FixtureRequest) -> Iterator
     if made_device.at.type == "cpu":
         yield request.getfixturevalue("pool")
         return
-    ranks = made_device.pair("gloo")
+    ranks = made_device.ranks("gloo")
     yield ranks
     ranks.stop()
 
 
 @pytest.fixture(scope="session")
-def nccl_pair(made_device: "Device") -> Iterator[Pool]:
-    """Two ranks over NCCL: on two GPUs, or on one from NCCL 2.30 on."""
-    ranks = made_device.pair("nccl")
+def nccl_pair(made_device: "Device", request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """Two ranks over NCCL, on one GPU too; on the CPU over Gloo, of the pool that all tests share."""
+    yield from _over_nccl(made_device, request, 2)
+
+
+@pytest.fixture(scope="session")
+def nccl_four(made_device: "Device", request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """Four ranks over NCCL, as ``nccl_pair``."""
+    yield from _over_nccl(made_device, request, 4)
+
+
+def _over_nccl(made_device: "Device", request: pytest.FixtureRequest, size: int) -> Iterator[Pool]:
+    if made_device.at.type == "cpu":
+        yield request.getfixturevalue("pool")
+        return
+    ranks = made_device.ranks("nccl", size)
     yield ranks
     ranks.stop()

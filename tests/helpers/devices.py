@@ -1,15 +1,16 @@
 """What tests run on: the CPU with interpreted kernels, a GPU, or compiled kernels on a stub CUDA driver."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
 from captures import CapturingDevice
-from pool import Pool
+from pool import COLLECTIVE, Pool
 from threaded import launches_take_turns
 from torch import Tensor
 from tritoncomm_kernels import device_table
@@ -93,9 +94,11 @@ class Device:
     def begin_step(self) -> None:
         """Outputs of CUDA graphs may be overwritten from here on."""
 
-    def pair(self, backend: str) -> Pool:
-        """Two ranks in processes of their own."""
-        pytest.skip(f"{backend} needs a GPU")
+    def ranks(
+        self, backend: str, size: int = 2, limit: timedelta = COLLECTIVE, env: Mapping[str, str] | None = None
+    ) -> Pool:
+        """So many ranks in processes of their own; ``limit`` is the timeout of their groups, ``env`` more variables."""
+        return Pool(size, backend, env, limit=limit)
 
 
 @dataclass(frozen=True)
@@ -163,16 +166,13 @@ class Cuda(Device):
     def begin_step(self) -> None:
         torch.compiler.cudagraph_mark_step_begin()
 
-    def pair(self, backend: str) -> Pool:
-        env = {}
-        if backend == "nccl" and torch.cuda.device_count() < 2:
-            version = torch.cuda.nccl.version()
-            if version < (2, 30):
-                pytest.skip(f"needs two GPUs, or NCCL 2.30 for two ranks on one; this is {version}")
-            env = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2"}
-        if torch.cuda.device_count() < 2 and (mode := compute_mode()) not in ("", "Default"):
-            pytest.skip(f"needs two processes on one GPU, whose compute mode is {mode}")
-        return Pool(2, backend, env, gpus=torch.cuda.device_count() if backend == "nccl" else 1)
+    def ranks(
+        self, backend: str, size: int = 2, limit: timedelta = COLLECTIVE, env: Mapping[str, str] | None = None
+    ) -> Pool:
+        gpus = torch.cuda.device_count()
+        if gpus < size and (mode := compute_mode()) not in ("", "Default"):
+            pytest.skip(f"needs {size} processes on {gpus} GPUs, whose compute mode is {mode}")
+        return Pool(size, backend, env, gpus if backend == "nccl" else 1, limit)
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,26 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-__all__ = ["RANK_LISTS", "Pool", "WorkerError", "group_of", "mesh_of_four", "strict_warnings"]
+__all__ = ["COLLECTIVE", "RANK_LISTS", "Pool", "WorkerError", "group_of", "mesh_of_four", "strict_warnings"]
 
 WORLD = 8
 RANK_LISTS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), tuple(range(WORLD)), (0, 2), (1, 3), (2, 3))
 START_SECONDS, GRACE_SECONDS = 90.0, 8.0
 COLLECTIVE = timedelta(seconds=40)
+ON_GPUS = ((0, 1), (2, 3), (0, 2), (1, 3))  # groups of parts of the world there: each has a communicator of its own
+# Ranks that share a GPU. NCCL refuses two of them on one host, so each names a host of its own, and they meet over the
+# loopback interface.
+SHARING = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NET": "Socket",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MAX_CTAS": "2",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
+}
 TELL = signal.SIGRTMIN + 5  # a rank that gets it writes the stacks of its threads
 
 
@@ -213,6 +227,8 @@ def _work(
         torch.set_num_threads(1)
         bound = {}
         if gpus:
+            if size > gpus and backend == "nccl":
+                os.environ.update(SHARING, NCCL_HOSTID=f"tritoncomm-{rank}")
             torch.cuda.set_device(rank % gpus)
             bound = {"device_id": torch.device("cuda", rank % gpus)} if backend == "nccl" else {}
         options = {"rank": rank, "world_size": size, "timeout": limit, **bound}
@@ -220,7 +236,7 @@ def _work(
         meeting.set(f"here/{rank}", "")
         meeting.wait([f"here/{each}" for each in range(size)], timedelta(seconds=START_SECONDS))
         dist.init_process_group(backend, store=meeting, **options)
-        lists = () if gpus else RANK_LISTS
+        lists = ON_GPUS if gpus else RANK_LISTS
         groups = {ranks: dist.new_group(list(ranks), timeout=limit) for ranks in lists if max(ranks) < size}
         groups.setdefault(tuple(range(size)), dist.group.WORLD)
     except BaseException:
