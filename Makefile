@@ -162,7 +162,7 @@ gpu: $(READY)  ## runs all that needs a GPU, in 25 minutes
 	$(PY) tools/gpu_run.py all $(if $(PARTS),--parts $(PARTS))
 
 gpu-test: $(READY)  ## runs the tests of kernels and ranks on GPUs
-	timeout 376 $(PY) tools/gpu_run.py test
+	timeout 335 $(PY) tools/gpu_run.py test
 
 gpu-ranks: $(READY)  ## runs ranks on GPUs, and their benchmark
 	$(PY) tools/gpu_run.py all --parts ranks local

@@ -64,7 +64,7 @@ OTHERS = """## Every target
 
 Instructions for every 16 useful bytes / registers, of the same calls on every target that the tests compile for
 (`make test` for sm_80, sm_90, sm_100 and gfx942, `make test-all` for all). Warps of gfx have 64 lanes, so that their
-tiles are twice as large. No GPU of any of these targets has run the kernels yet.
+tiles are twice as large. Of these targets only sm_90 has run the kernels ([hardware](compatibility.md#hardware)).
 """
 
 

@@ -12,11 +12,13 @@ the columns of each into a tensor of its own, as a resharding does with what sta
 "split + cat" is what Megatron-LM does, and DTensor where it gathers or reduce-scatters; "movedim" is DTensor's
 exchange, "compiled" the same by torch.compile (in some sweeps; compiling is not timed); "chunk + contiguous" is
 ColossalAI's way to pack. Rows that begin with "host" are the host's time to enqueue one small call, by the host's
-clock. Results go to $OUT, or to ``bench/results/<device>/``, after every row. ``--dry`` runs everything but the GPU on
-the CPU with TRITON_INTERPRET=1 and tiny sizes; its times mean nothing and are not written as results. Exits 1 when
-results differ, 2 without a CUDA device.
+clock. "in row order" is our pack of runs that are no multiple of 32 bytes as other runs are packed, row by row. Results
+go to $OUT, or to ``bench/results/<device>/``, after every row. ``--dry`` runs everything but the GPU on the CPU with
+TRITON_INTERPRET=1 and tiny sizes; its times mean nothing and are not written as results. Exits 1 when results differ, 2
+without a CUDA device.
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -92,8 +94,9 @@ def cases() -> Iterator[Case]:
             yield Case(op, "size", mib * MIB, 512, 8)
         for world in (2, 4, 16, 32, 64):
             yield Case(op, "world", 64 * MIB, 512, world)
-        for run in (144, 200, 100, 1026):  # 16, 8, 4 and 2 bytes per access
+        for run in (144, 200, 100, 1026, 24, 72):  # 16, 8, 4, 2, 8 and 8 bytes per access
             yield Case(op, "alignment", 64 * MIB, run, 8)
+        yield Case(op, "alignment", 64 * MIB, 1023, 8, torch.bool)
         for dtype in (torch.bool, torch.float8_e4m3fn, torch.float32, torch.float64, torch.complex64):
             yield Case(op, "dtype", 64 * MIB, 512, 8, dtype)
     for world in (2, 4, 8, 16, 32, 64):
@@ -206,10 +209,19 @@ def prepare_copy(case: Case, device: Device) -> Prepared:
     peers: dict[str, Call] = {name: partial(peer, given, world, out_dtype) for name, peer in PEERS[case.op].items()}
     if case.is_compiled:
         peers["compiled"] = compiled(PEERS[case.op]["movedim"], device.dry, given, world, out_dtype)
+    if case.op == "pack" and case.sweep == "alignment":
+        peers["in row order"] = lambda: again(
+            target, partial(kernels.pack, source, target, config=row_tile(case, outer))
+        )
     if case.op in ("copy-in", "copy-out"):
         peers |= {name: partial(again, result, call) for name, call in one_by_one(case.op, given, result).items()}
     prepared.add(case, peers, lambda got: agree(got, want))
     return prepared
+
+
+def row_tile(case: Case, outer: int) -> kernels.Config:
+    """The tile of a pack in the order of the rows, which a named tile always takes."""
+    return kernels.config_for("pack", math.gcd(case.run_bytes, 16), outer, case.run_bytes * case.world)
 
 
 def segments(runs: Sequence[int], world: int, dtype: torch.dtype) -> Segments:

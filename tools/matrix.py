@@ -22,6 +22,7 @@ __all__ = ["PAGE", "RESULTS", "measure", "page"]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "tests" / "compatibility.json", ROOT / "docs" / "compatibility.md"
+NCCL = ROOT / "bench" / "results"
 NOT_RUN = "not run"
 
 ENVIRONMENTS = {"default": ".venv", "oldest": ".venv-oldest", "newest": ".venv-newest"}
@@ -56,6 +57,24 @@ The tests compare with transformers, DeepSpeed, yunchang and Megatron-core 0.16.
 Tests of the integration and of the pipeline schedules, the slow ones included, with each release in a process of its
 own: `make test-megatron`. Releases from 0.17 on declare Python 3.12 or newer, and import on older ones too.
 """
+HARDWARE = """
+## Hardware
+
+| | kernels compiled | tested | times measured |
+|---|---|---|---|
+| sm_90 (H100, H200) | in `make test` | on one GPU | [kernels, on one GPU](benchmarks.md#on-a-gpu) |
+| sm_80, sm_100 | in `make test` | their code on a CPU | no |
+| sm_89, sm_120 | in `make test-all` | no | no |
+| gfx942 | in `make test` | no | no |
+| gfx90a, gfx950 | in `make test-all` | no | no |
+| CPU | - | in `make test`, with plain torch and with Triton's interpreter | [mappings, over Gloo](benchmarks.md) |
+
+### Over NCCL
+
+Ranks of one GPU, each with a `NCCL_HOSTID` of its own, so that they meet over the loopback interface: values, the order
+of streams, graphs and failures are NCCL's, times are not. `python tools/gpu_run.py nccl` runs these. Seconds of each,
+with what it compiles:
+"""
 OUTSIDE = """
 ## Peers' own tests
 
@@ -79,7 +98,25 @@ def page(results: Mapping[str, Any]) -> str:
     outside = [["suite", "of", "ranks", "tests", "day"]]
     for name, row in results.get("world", {}).items():
         outside.append([name, row["package"], str(row["ranks"]), row["cell"], row["date"]])
-    return "\n".join([HEAD, *_table(rows), BETWEEN, *_table(megatron), OUTSIDE, *_table(outside), ""])
+    tables = [*_table(rows), BETWEEN, *_table(megatron), HARDWARE, *_over_nccl(), OUTSIDE, *_table(outside), ""]
+    return "\n".join([HEAD, *tables])
+
+
+def _over_nccl() -> Iterator[str]:
+    """The results of ``tools/gpu_run.py nccl`` on every GPU that ran it, one table each."""
+    ranks = {"test_two_processes_over_nccl": 2, "test_two_over_nccl": 2, "test_four_over_nccl": 4}
+    for path in sorted(NCCL.glob("*/tests/nccl.json")):
+        content, by_function = json.loads(path.read_text()), {}
+        for result in content["tests"]:
+            test, _, case = result["test"].rpartition("::")[2].rstrip("]").partition("[")
+            name = case.removeprefix("run_") if test in ranks else f"{test.removeprefix('test_')} {case}".strip(" -")
+            cell = f"{result['outcome']}, {result['seconds']:.1f} s"
+            by_function.setdefault(name.replace("_", " "), {})[ranks.get(test, 2)] = cell
+        versions = content["versions"]
+        yield f"{content['device']}, torch {versions['torch']}, Triton {versions['triton']}, NCCL {content['nccl']}:\n"
+        yield from _table(
+            [["", "2 ranks", "4 ranks"], *([n, of.get(2, "-"), of.get(4, "-")] for n, of in by_function.items())]
+        )
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tritoncomm_kernels.numerics import INTERPRETED, converted
 
-__all__ = ["BY_VALUE", "TABLE_RANKS", "_copy_kernel", "_copy_split_kernel", "_copy_table_kernel"]
+__all__ = ["BY_VALUE", "TABLE_RANKS", "_copy_kernel", "_copy_split_kernel", "_copy_table_kernel", "_wire_order_kernel"]
 
 BY_VALUE = 16  # up to this many ranks the split sizes are arguments of the kernel; beyond it a table holds them
 TABLE_RANKS = 128  # ranks whose table entries a kernel compares in one step
@@ -152,6 +152,45 @@ def _copy_kernel(
     in_row, in_wire = (o < outer) & (c < row), (o < outer) & (c < cols)
     # Rank w's block starts ``w * stride_rank`` units into the wire; column c is unit ``c - w*run`` of a row there.
     wire_ptr += (o.to(tl.int64) * run + (w.to(tl.int64) * stride_rank + (c - w * run))) * VEC + element
+    if VEC == 1 and BLOCK_COLS > 1 and _WALKS_DOWN:
+        wire_ptr = tl.max_contiguous(wire_ptr, [1, 2])
+    rows_ptr = _in_rows(
+        rows_ptr, o, c, element, stride_0, stride_1, stride_2, size_1, size_2, stride_element, VEC, OUTER_DIMS, STRIDED
+    )
+    _move(rows_ptr, wire_ptr, in_row, in_wire, scale, UNPACK, WIDE, HAS_SCALE, ACCUMULATE, EVICT_FIRST)
+
+
+@triton.jit(do_not_specialize=[*_WALK, "stride_rank", "flat", "row", "run", "world"])
+def _wire_order_kernel(
+    rows_ptr, wire_ptr, scale,
+    stride_0: tl.int32, stride_1: tl.int32, stride_2: tl.int32, size_1: tl.int32, size_2: tl.int32,
+    stride_element: tl.int32, stride_rank: tl.int32, flat: tl.int32, row: tl.int32, run: tl.int32, world: tl.int32,
+    VEC: tl.constexpr, OUTER_DIMS: tl.constexpr, STRIDED: tl.constexpr, UNPACK: tl.constexpr, WIDE: tl.constexpr,
+    HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr, EVICT_FIRST: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Copy one tile of ``rows[o, w*run + k] <-> wire[w, o, k]`` in the order of the wire.
+
+    The ``flat`` units of a rank's block follow each other, whatever their row, so that every 32-byte sector of the wire
+    is written whole. A run that ends within a sector shares that sector in the rows, which are read. BLOCK_ROWS is 1.
+
+    Example:
+        Pack of rows ``[[0, 1, 2, 3, 4, 5], [10, 11, 12, 13, 14, 15]]`` for 2 ranks with BLOCK_COLS 4: ``run`` 3,
+        ``flat`` 6. Program 0 (rank 0) writes the wire ``[0, 1, 2, 10, _, _, _, _, _, _, _, _]``.
+        Program 1 (rank 1) writes ``[_, _, _, _, _, _, 3, 4, 5, 13, _, _]``.
+        Program 2 (rank 0) writes ``[_, _, _, _, 11, 12, _, _, _, _, _, _]``.
+    """
+    # Ranks are the fastest, so that all that share a sector of the rows read it at about the same time.
+    pid = tl.program_id(0)
+    tile = _divide(pid, world)
+    w = pid - tile * world
+    lane = tl.arange(0, BLOCK_COLS)[None, :]
+    f, element = tile * (BLOCK_COLS // VEC) + lane // VEC, lane % VEC
+    o = _divide(f, run)
+    c = w * run + (f - o * run)
+    in_wire = f < flat
+    in_row = in_wire & (c < row)
+    wire_ptr += (w.to(tl.int64) * stride_rank + f) * VEC + element
     if VEC == 1 and BLOCK_COLS > 1 and _WALKS_DOWN:
         wire_ptr = tl.max_contiguous(wire_ptr, [1, 2])
     rows_ptr = _in_rows(

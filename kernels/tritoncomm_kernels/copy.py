@@ -12,16 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncomm_kernels.address import BY_VALUE, TABLE_RANKS, _copy_kernel, _copy_split_kernel, _copy_table_kernel
+from tritoncomm_kernels.address import (
+    BY_VALUE,
+    TABLE_RANKS,
+    _copy_kernel,
+    _copy_split_kernel,
+    _copy_table_kernel,
+    _wire_order_kernel,
+)
 from tritoncomm_kernels.config import Config
 from tritoncomm_kernels.dtypes import checked_scale, scale_argument, wide_type
 from tritoncomm_kernels.geometry import Geometry, Ints, geometry_of
-from tritoncomm_kernels.launch import TRITON_TYPE, Launch, check_place, fits, tile_on
+from tritoncomm_kernels.launch import TRITON_TYPE, Launch, check_place, fits, tile_on, wire_order_tile
 from tritoncomm_kernels.numerics import INTERPRETED
 from tritoncomm_kernels.tables import EVICT_UNITS
 
 __all__ = ["pack", "plain_copy", "unpack"]
 
+WIRE_ORDER_CELLS = 2**30  # elements of a rank's block that one integer counts in the order of the wire
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
@@ -172,15 +180,21 @@ def _plan(
     # Split sizes and strided rows make long addresses, for which ``tile_on`` takes fewer rows.
     addresses_are_long = geo.starts is not None or geo.stride_element != 1
     tile = config or tile_on(device, name, unit, geo.outer, longest * unit, addresses_are_long)
+    in_wire_order = config is None and _is_in_wire_order(name, geo, wire_dtype.itemsize, unit)
+    if in_wire_order:
+        tile = wire_order_tile(device, unit)
     # A tile's bytes count the larger of the two types, and a tile has at least one unit of each row.
     block_cols = max(tile.block_cols // max(types[0].itemsize, types[1].itemsize), vec)
-    if starts is None:
+    bands = -(-geo.outer // tile.block_rows)
+    if in_wire_order:
+        shards, bands = _wire_shards(geo, scaling, block_cols // vec), 1
+    elif starts is None:
         shards = _equal_shards(geo, scaling, longest, block_cols // vec)
     else:
         shards = _given_shards(geo.outer, starts, block_cols // vec)
     kernel, tiles, inner, own, table = shards
     # The integers stand in the order of the kernel's signature: those of the walk, then those of the shards.
-    numbers, grid = (*_walk(geo, scaling), *inner), -(-geo.outer // tile.block_rows) * tiles
+    numbers, grid = (*_walk(geo, scaling), *inner), bands * tiles
     # The row is checked too: a kernel counts its columns even if the row is no argument.
     fits(name, (*numbers, grid, _in_units(scaling, geo.row)[0]))
     constants = own | dict(
@@ -241,6 +255,28 @@ def _equal_shards(geo: Geometry, scaling: tuple[int, int], cols: int, step: int)
     tiles = -(-cols // step)
     stride_rank, row, run = _in_units(scaling, geo.stride_rank, geo.row, geo.run)
     return _copy_kernel, tiles, (stride_rank, geo.outer, row, run, cols, tiles), {}, None
+
+
+def _is_in_wire_order(name: str, geo: Geometry, itemsize: int, unit: int) -> bool:
+    """Whether a pack follows the wire, and not the rows: where runs share the 32-byte sectors of the wire.
+
+    The rows then have the sectors that two programs touch, and reading one twice costs less than writing it twice.
+    Measured with 64 MiB and more on an H100, where it takes 0.53 to 0.97 of the time. It is slower for units of 16
+    bytes in runs of 16 and 48, of 1 byte in runs of 129 and more, and of 2 bytes with two outer dims.
+    """
+    shortest = 24 if unit == 8 else 64
+    return (
+        name == "pack" and geo.starts is None and geo.stride_element == 1 and geo.outer > 1 and geo.world > 1
+        and geo.run * itemsize % 32 != 0 and geo.run * itemsize >= shortest
+        and (unit >= 8 or (unit >= 2 and len(geo.dims) == 1))
+        and geo.outer * geo.run <= WIRE_ORDER_CELLS
+    )  # fmt: skip
+
+
+def _wire_shards(geo: Geometry, scaling: tuple[int, int], step: int) -> _Shards:
+    """Return tiles of ``step`` units along the block of each rank, which has all of its rows."""
+    stride_rank, flat, row, run = _in_units(scaling, geo.stride_rank, geo.outer * geo.run, geo.row, geo.run)
+    return _wire_order_kernel, -(-flat // step) * geo.world, (stride_rank, flat, row, run, geo.world), {}, None
 
 
 def _given_shards(outer: int, starts: Ints, step: int) -> _Shards:

@@ -260,6 +260,12 @@ def tile_on(
     return tile
 
 
+def wire_order_tile(device: int, unit_bytes: int) -> Config:
+    """Return the tile of a pack in the order of the wire: 32 bytes for every thread of 4 warps."""
+    nbytes = _INTERPRETED_TILE if INTERPRETED else max(32, unit_bytes) * 4 * lanes_of(device)
+    return Config(1, nbytes, 4)
+
+
 def check_place(name: str, first: Tensor, second: Tensor) -> None:
     """Reject tensors no kernel can reach: on two devices, lazy views, or CPU tensors without the interpreter."""
     if first.device != second.device:

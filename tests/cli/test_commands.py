@@ -534,7 +534,7 @@ def test_doctor_looks_at_gpus_and_links(monkeypatch: pytest.MonkeyPatch) -> None
     told = found(monkeypatch, TRITON_INTERPRET="1")
     assert "NVIDIA X, 80 GiB, 132 SMs, sm_90" in told["GPU 1"].value
     assert (told["kernels on sm_90"].level, told["kernels on sm_90"].value) == (
-        "ok", "tests and benchmarks ran on an H200",
+        "ok", "tests and benchmarks ran on an H100 and an H200",
     )  # fmt: skip
     gpu.major = 8
     assert found(monkeypatch)["kernels on sm_80"].value == "compiled for it in tests; never run on it"

@@ -327,8 +327,8 @@ def test_a_lost_rank_ends_its_peer_in_time(
 ) -> None:
     """A wait that blocks gets an error that names the call; NCCL's watchdog ends the process of any other."""
     monkeypatch.setattr("pool.GRACE_SECONDS", LIMIT_S + 25.0)
-    # torch 2.11 lets a process live for up to another minute, for the dump of its own record.
-    settings = {"TORCH_NCCL_BLOCKING_WAIT": str(int(blocking)), "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    # After an error torch's watchdog sleeps four times as long as its dump may take, a minute by default.
+    settings = {"TORCH_NCCL_BLOCKING_WAIT": str(int(blocking)), "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
     ranks = device.ranks(device.backend, limit=timedelta(seconds=LIMIT_S), env=settings)
     try:
         started = time.monotonic()

@@ -26,6 +26,7 @@ from tritoncomm_kernels.address import (
     _in_rows,
     _move,
     _row_offset,
+    _wire_order_kernel,
 )
 from tritoncomm_kernels.address import _sum as _count
 from tritoncomm_kernels.cross_entropy import (
@@ -132,7 +133,7 @@ def example(name: str) -> Callable[[Callable[[Shown], None]], Callable[[Shown], 
 
 
 def test_every_jit_function_has_an_example() -> None:
-    assert len(DOCS) == 25
+    assert len(DOCS) == 26
     assert set(EXAMPLES) == set(DOCS)
     assert [name for name, text in DOCS.items() if "Example:" not in text] == []
 
@@ -235,6 +236,20 @@ def _(shown: Shown) -> None:
         return wire
 
     shown.programs(2, run)
+
+
+@example("address._wire_order_kernel")
+def _(shown: Shown) -> None:
+    rows = shown.tensor(ROWS)
+
+    def run(programs: int) -> Tensor:
+        wire = shown.out(12)
+        # strides 6, 0, 0; sizes 1, 1; stride_element 1; stride_rank 6, flat 6, row 6, run 3, world 2
+        numbers, tile = (6, 0, 0, 1, 1, 1, 6, 6, 6, 3, 2), {"BLOCK_ROWS": 1, "BLOCK_COLS": 4}
+        _launch(_wire_order_kernel, programs, rows, wire, 1.0, *numbers, UNPACK=False, **tile, **PLAIN)
+        return wire
+
+    shown.programs(3, run)
 
 
 @triton.jit(do_not_specialize=["place", "start", "stop", "stride_0", "outer"])

@@ -7,13 +7,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 import tritoncomm_kernels as kernels
 from bits import bits, random_bits
 from devices import Device
 from kernel_cases import COPIED, FLOATS, SPLIT_SIZES, assert_same_numbers, copies, guarded, in_every_way, name_of
 from torch import Tensor
 from triton.runtime import interpreter
-from tritoncomm_kernels import torch_path
+from tritoncomm_kernels import copy, torch_path
+from tritoncomm_kernels.address import _wire_order_kernel
 from tritoncomm_kernels.reduction import _plan as _reduce_plan
 
 from tritoncomm.tune.machine_code import compiled_kernels
@@ -97,6 +99,58 @@ def test_ragged_rows_and_gaps(device: Device, dtype: torch.dtype, world: int) ->
 def test_shapes(device: Device, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     outer, row, world = shape
     copies(random_bits((outer, row), dtype, 0, device.at), world)
+
+
+def rows_by_hand(rows: Tensor, world: int, run: int) -> Tensor:
+    """The wire of even runs: rows with zeros up to their end, cut into runs."""
+    padded = F.pad(rows.contiguous(), (0, world * run - rows.shape[1]))
+    return padded.view(len(rows), world, run).transpose(0, 1)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+def test_packs_in_the_order_of_the_wire(device: Device, itemsize: int) -> None:
+    """Runs that share the sectors of the wire, bit for bit, with gaps between blocks, which stay, and with padding."""
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.complex64}[itemsize]
+    for nbytes, world, outer in itertools.product((72, 88, 120, 200, 1000), (2, 3, 8), device.pick((5,), (5, 1000))):
+        run, gap = nbytes // itemsize, 3 if nbytes == 200 else 0
+        plain = random_bits((outer, world * run + 5), dtype, nbytes, device.at)
+        for rows in (plain[:, :-5], plain[:, 5:], plain[:, : world * run - 3], plain[:, 1 : 1 + world * run]):
+            wires, around = zip(*(guarded((world, outer + gap, run), dtype, device.at) for _ in range(2)), strict=True)
+            wire, twin = (each[:, :outer] for each in wires)
+            assert kernels.pack(rows, wire) == torch_path.pack(rows, twin)
+            what = nbytes, world, outer, rows.storage_offset(), rows.shape
+            assert torch.equal(around[0], around[1]), what
+            assert torch.equal(bits(wire), bits(rows_by_hand(rows, world, run))), what
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "run", "expected"),
+    [
+        ((64, 576), (576, 1), 72, True),
+        ((64, 96), (96, 1), 12, True),
+        ((64, 32), (32, 1), 4, False),  # 8 bytes
+        ((64, 64), (64, 1), 8, False),  # 16 bytes
+        ((64, 192), (192, 1), 24, False),  # 48 bytes
+        ((64, 512), (512, 1), 64, False),  # whole sectors
+        ((64, 576), (1152, 2), 72, False),  # every second element
+        ((64, 4104), (4104, 1), 513, True),
+        ((4, 16, 4104), (4104, 16416, 1), 513, False),
+        ((4, 16, 576), (576, 2304, 1), 72, True),
+        ((1, 576), (576, 1), 72, False),  # one row is contiguous
+    ],
+)
+def test_the_rule_of_the_order(shape: tuple[int, ...], stride: tuple[int, ...], run: int, expected: bool) -> None:
+    """Of bfloat16 for 8 ranks; of unpacks, uneven shards and tiles that are named no call follows the wire."""
+    outer = math.prod(shape[:-1])
+    wire = (8, outer, run), (outer * run, run, 1)
+    for name in ("pack", "unpack"):
+        for config in (None, kernels.Config(1, 512)):
+            plan = copy._plan(
+                name, -1, torch.bfloat16, torch.bfloat16, 0, shape, stride, *wire, None, False, False, config
+            )
+            assert plan[0] is not None
+            follows = plan[0].kernel is _wire_order_kernel
+            assert follows == (expected and name == "pack" and config is None), (name, config)
 
 
 def test_broadcast_rows_are_read(device: Device) -> None:

@@ -33,7 +33,7 @@ __all__ = ["Finding", "compute_mode", "examine"]
 NEEDED = {"torch": (2, 11)}
 OPEN_FILES = 256
 """Files that a rank may have open beside a socket for every other rank."""
-_RUN = {"sm_90": "H200"}  # architectures on which the GPU tests passed
+_RUN = {"sm_90": "H100 and an H200"}  # architectures on which the GPU tests passed
 VARIABLES = (
     "TRITONCOMM_PATH", "TRITONCOMM_TABLE", "TRITONCOMM_CHECK", "TRITONCOMM_FLIGHT", "TRITONCOMM_FLIGHT_SIGNALS",
     "TRITONCOMM_STRICT",
