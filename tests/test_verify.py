@@ -1,12 +1,15 @@
 """`tritoncomm.verify`: right programs are equal, and of wrong ones the first wrong module is named."""
 
 import copy
+import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +22,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typer.testing import CliRunner
 from verify_faults import BUILDS, FAULTS
+from verify_processes import run_kind
 from verify_programs import PROGRAMS, sampled
 
 from tritoncomm import cli, mappings, verify
 from tritoncomm.demo.plain_model import PlainTransformer
 from tritoncomm.demo.settings import Settings
-from tritoncomm.errors import MismatchError
-from tritoncomm.verify import comparison, running
+from tritoncomm.errors import ArgumentError, MismatchError
+from tritoncomm.verify import comparison, processes, running
+from tritoncomm.verify.processes import VerifyError
 from tritoncomm.verify.relations import difference, find, is_telling
 
 ROOT = Path(__file__).parents[1]
@@ -462,7 +467,7 @@ def build(rank, world, group, whole):
         pytest.param(
             "if world > 1: model.reset_parameters()", 2, "do not start from the same weights", marks=pytest.mark.slow
         ),
-        pytest.param("return None", 2, "has to return a verify.Case", marks=pytest.mark.slow),
+        pytest.param("return None", 3, "has to return a verify.Case", marks=pytest.mark.slow),
     ],
     ids=["equal", "joins", "differs", "raises", "other weights", "no case"],
 )
@@ -488,12 +493,75 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["transformers"], "transformers MODEL"),
         (["transformers", "no_such_model"], "no model type"),
         (["x.py:build", "--dtype", "int8"], "dtype must be one of"),
+        (["x.py:build", "--rank", "4"], "No such option"),
+        (["x.py:build", "--ranks", "many"], "--ranks"),
+        ([], "Missing argument"),
     ],
 )
 def test_bad_arguments(arguments: list[str], text: str) -> None:
     result = CliRunner().invoke(cli.app, ["verify", *arguments])
     assert result.exit_code == 3, result.output
     assert text in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("right", ""),
+        ("prints", ""),
+        ("sleeps", "no progress for 2 s: rank 1, last module layers.1, after 0 collectives; rank 0, last module a,"),
+        ("returns early", "no progress for 2 s: rank 1 has ended its step, last module layers.1, after 0 collectives"),
+        ("exits", "rank 1 ended with exit status 0 before the end of its step, last module layers.1"),
+        ("leaves", "rank 1 ended with exit status 3 before the end of its step, last module layers.1"),
+        ("is killed", "rank 1 was killed by SIGKILL before the end of its step, last module layers.1"),
+        ("raises", "rank 1 raised, last module layers.1, after 0 collectives:\nTraceback"),
+        ("both raise", "rank 1 raised, last module layers.1"),
+        ("argument", "no function build"),
+    ],
+)
+def test_a_rank_that_does_not_come_to_its_end_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, text: str
+) -> None:
+    monkeypatch.setattr(processes, "_GRACE", 1.0)
+    begun = time.monotonic()
+    error = ArgumentError if kind == "argument" else VerifyError
+    with pytest.raises(error, match=re.escape(text)) if text else nullcontext():
+        processes.run_processes(run_kind, (kind,), 2, tmp_path / "run", 2.0, quiet=True)
+    assert time.monotonic() - begun < 30
+
+
+def test_a_function_that_takes_other_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path := tmp_path / "other_case.py").write_text("def build(rank, world): ...\nbuilt = 3\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    with pytest.raises(
+        ArgumentError, match=r"build\(rank, world\) is called as build\(rank, world, group, whole\): too"
+    ):
+        running.builder(f"{path}:build")
+    with pytest.raises(ArgumentError, match="has no function built"):
+        running.builder(f"{path}:built")
+
+
+@pytest.mark.slow
+def test_json_is_json_whatever_a_program_prints(tmp_path: Path) -> None:
+    """Arguments reach the file; what it prints, and what a rank raises, is not in the way of the report."""
+    talk = "import sys; print('talk', sys.argv[1:]); assert rank == 0 or sys.argv[1:] != ['--fail', '1'], 'failed'"
+    (path := tmp_path / "case.py").write_text("print('imported')\n" + CASE.format(fault=talk))
+    for arguments, status in (((), 0), (("--", "--layers", "2"), 0), (("--", "--fail", "1"), 2)):
+        done = command(f"{path}:build", "--json", *arguments)
+        assert done.returncode == status, done.stdout + done.stderr
+        content = json.loads(done.stdout)
+        assert content["equal"] == (status == 0)
+        assert ("AssertionError: failed" in content["problem"]) == (status == 2)
+        assert f"talk {list(arguments[1:])}" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_program_that_is_not_deterministic_is_told(tmp_path: Path) -> None:
+    (path := tmp_path / "case.py").write_text(CASE.format(fault="model.bias.register_hook(lambda g: g * os.getpid())"))
+    done = command(f"{path}:build")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "not comparable: a rerun in one process differs, first in the model" in " ".join(done.stdout.split())
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,15 +64,15 @@ def _run_once(command: str) -> None:
 
 
 app.callback(help=unwrapped(_about.__doc__))(_about)
-for _command, _epilog in (
-    (demo.demo, None),
-    (tune.tune, None),
-    (plan.plan, plan.EPILOG),
-    (doctor.doctor, doctor.EPILOG),
-    (trace.trace, trace.EPILOG),
-    (verify.verify, verify.EPILOG),
+for _command, _epilog, _class in (
+    (demo.demo, None, None),
+    (tune.tune, None, None),
+    (plan.plan, plan.EPILOG, None),
+    (doctor.doctor, doctor.EPILOG, None),
+    (trace.trace, trace.EPILOG, None),
+    (verify.verify, verify.EPILOG, verify.Command),
 ):
-    app.command(help=unwrapped(_command.__doc__), epilog=_epilog)(_command)
+    app.command(cls=_class, help=unwrapped(_command.__doc__), epilog=_epilog)(_command)
 
 
 @app.command("bench", hidden=True, add_help_option=False, context_settings={"ignore_unknown_options": True})

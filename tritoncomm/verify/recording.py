@@ -185,16 +185,18 @@ class Recording:
 class _Watch(TorchDispatchMode):
     """Notes the narrowest floating-point dtype, the longest reduction and the collectives of all operators."""
 
-    def __init__(self) -> None:
+    def __init__(self, follow: Callable[[str | None], None] | None = None) -> None:
         super().__init__()
+        self.follow = follow or (lambda name: None)
         self.narrowest, self.reduction, self.collectives = torch.float64, 1, 0
         self._eps = torch.finfo(torch.float64).eps
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         if func.namespace in _COLLECTIVES:
             self.collectives += 1
-            return result
+            self.follow(None)
+            return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         for x in (result,) if isinstance(result, Tensor) else result if isinstance(result, tuple | list) else ():
             if isinstance(x, Tensor) and x.is_floating_point() and (eps := torch.finfo(x.dtype).eps) > self._eps:
                 self.narrowest, self._eps = x.dtype, eps
@@ -212,10 +214,15 @@ class _Recorder:
         self.known: dict[int, tuple[Tensor, int, int]] = {}  # by id: the tensor, its version, its index
         self.started: list[int] = []
 
-    def before(self, *_: Any) -> None:
-        """Note the collectives before a call."""
-        self.started.append(self.watch.collectives)
-        self.recording.has_autocast |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+    def before(self, name: str) -> Callable[..., None]:
+        """Return the hook of a module that begins: it notes the collectives before the call."""
+
+        def hook(*_: Any) -> None:
+            self.watch.follow(name)
+            self.started.append(self.watch.collectives)
+            self.recording.has_autocast |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+
+        return hook
 
     def after(self, name: str) -> Callable[..., None]:
         """Return the hook of a module."""
@@ -277,7 +284,12 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def record(
-    case: Case, *, only: Collection[str] | None = None, skip: Collection[str] = (), to: str | Path | None = None
+    case: Case,
+    *,
+    only: Collection[str] | None = None,
+    skip: Collection[str] = (),
+    to: str | Path | None = None,
+    follow: Callable[[str | None], None] | None = None,
 ) -> Recording:
     """Run the step of a case, and record it.
 
@@ -285,6 +297,7 @@ def record(
         only, skip: patterns (``"layers.0.*"``) of the names of modules, as in the run of one process, whose inputs and
             outputs are recorded or not; parameters and gradients are recorded in any case.
         to: file to write the recording to, which ``Recording.load`` reads.
+        follow: called with the name of every module that begins, and with None before every collective.
 
     Raises:
         ArgumentError: the case has no module, or two of its names are the same in the run of one process.
@@ -292,7 +305,7 @@ def record(
     modules = case.modules
     if not modules:
         raise ArgumentError("verify.record: the case has no modules")
-    found, watch = Recording(relations=dict(case.relations)), _Watch()
+    found, watch = Recording(relations=dict(case.relations)), _Watch(follow)
     recorder, handles = _Recorder(found, watch), []
     # Of a wrapper and what it wraps, which may have one name, the inner one counts.
     for whole, module in {case.whole_module(name): module for name, module in modules.items()}.items():
@@ -300,7 +313,7 @@ def record(
             continue
         found.modules.append(whole)
         if (only is None or _matches(whole, only)) and not _matches(whole, skip):
-            handles.append(module.register_forward_pre_hook(recorder.before))
+            handles.append(module.register_forward_pre_hook(recorder.before(whole), prepend=True))
             handles.append(module.register_forward_hook(recorder.after(whole), with_kwargs=True))
     _take_parameters(case, found)
     try:

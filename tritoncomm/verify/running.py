@@ -1,39 +1,34 @@
-"""A verification in processes of its own: one that is alone, then the ranks, which compare themselves with it."""
+"""A verification in processes of its own: one that is alone, then the ranks, which are compared with it."""
 
 import importlib.util
-import json
-import multiprocessing
+import inspect
 import os
 import socket
 import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
-from tritoncomm.errors import ArgumentError, CommError
+from tritoncomm.errors import ArgumentError
 from tritoncomm.verify.comparison import Report, compare
-from tritoncomm.verify.recording import Case, Recording, draw, record, without_noise
+from tritoncomm.verify.processes import Progress, VerifyError, run_processes
+from tritoncomm.verify.recording import ROOT, Case, Recording, draw, record, without_noise
 
-__all__ = ["DTYPES", "Settings", "VerifyError", "builder", "verify"]
+__all__ = ["DTYPES", "Settings", "builder", "verify"]
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 TRANSFORMERS = "transformers:"  # begins a target that is a model type or a config file, with ":full" behind it or not
 _TIMEOUT = timedelta(minutes=10)
-
-
-class VerifyError(CommError):
-    """A run that could not be compared: a rank raised, or died. The message has its traceback, once."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +43,9 @@ class Settings:
         keep_noise: keep dropout and router noise, instead of setting them to 0.
         only, skip: see ``record``.
         seed: of the parameters, and of torch in every process.
+        timeout: seconds without a module, a collective or a printed line after which a run is a hang.
+        arguments: ``sys.argv[1:]`` of the file.
+        is_quiet: what the program prints goes to standard error.
     """
 
     target: str
@@ -58,10 +56,13 @@ class Settings:
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     seed: int = 0
+    timeout: float = 120.0
+    arguments: tuple[str, ...] = ()
+    is_quiet: bool = False
 
 
-def builder(target: str) -> Callable[..., Case]:
-    """Return the function that ``FILE.py:function`` names."""
+def builder(target: str, arguments: tuple[str, ...] = ()) -> Callable[..., Case]:
+    """Return the function that ``FILE.py:function`` names, for which the file is imported."""
     if target.startswith(TRANSFORMERS):
         from tritoncomm.verify.transformers_models import case_of  # transformers takes seconds to import
 
@@ -70,15 +71,27 @@ def builder(target: str) -> Callable[..., Case]:
             return case_of(name, size == "full")
         except ModuleNotFoundError as error:
             raise ArgumentError(f"a model of transformers needs the package {error.name}, which is not here") from None
+    path, name = _file_of(target)
+    sys.argv = [str(path), *arguments]
+    function: Any = getattr(_module(path), name, None)
+    if not callable(function):
+        raise ArgumentError(f"{path} has no function {name}")
+    try:
+        inspect.signature(function).bind(0, 1, None, None)
+    except TypeError as error:
+        told = f"{name}{inspect.signature(function)} is called as {name}(rank, world, group, whole)"
+        raise ArgumentError(f"{told}: {error}") from None
+    return cast("Callable[..., Case]", function)
+
+
+def _file_of(target: str) -> tuple[Path, str]:
+    """Return file and function of a target."""
     path, _, name = target.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
         raise ArgumentError(f"expected FILE.py:function, not {target!r}")
     if not Path(path).is_file():
         raise ArgumentError(f"no file {path}")
-    module = _module(Path(path))
-    if not callable(getattr(module, name, None)):
-        raise ArgumentError(f"{path} has no function {name}")
-    return getattr(module, name)
+    return Path(path), name
 
 
 def _module(path: Path) -> ModuleType:
@@ -101,40 +114,54 @@ def verify(settings: Settings, follow: Callable[[str], None] = lambda text: None
 
     Raises:
         ArgumentError: the settings name no function, or no dtype.
-        VerifyError: a process raised or died; the others were ended.
+        VerifyError: a process raised, died, ended early or hangs; the others were ended.
     """
     if settings.dtype not in DTYPES:
         raise ArgumentError(f"dtype must be one of {', '.join(DTYPES)}, not {settings.dtype!r}")
     if settings.ranks < 1:
         raise ArgumentError(f"ranks must be 1 or more, not {settings.ranks}")
-    builder(settings.target)
-    with tempfile.TemporaryDirectory() as folder:
+    # The file itself is imported by the processes, which have what it may read: variables, arguments.
+    if settings.target.startswith(TRANSFORMERS):
+        builder(settings.target)
+    else:
+        _file_of(settings.target)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         follow("one process")
-        _processes(_run_alone, (settings, folder, settings.dtype, "whole"), 1)
-        if (Path(folder) / "whole.rounded").exists():
+        whole = _alone(settings, folder, settings.dtype, "whole")
+        if whole.is_rounded:
             with suppress(VerifyError):  # of a program that names its dtype; the report says what that means
-                _processes(_run_alone, (settings, folder, "float64", "exact"), 1)
+                exact = _alone(settings, folder, "float64", "exact")
+                # A step in float64 that rounds to 16 bits, too, says nothing of the rounding.
+                whole.exact = None if exact.is_rounded else exact
         follow(f"{settings.ranks} ranks")
-        _processes(_run_rank, (settings, folder), settings.ranks)
-        return Report(**json.loads((Path(folder) / "report.json").read_text()))
+        _run(_run_rank, settings, folder, settings.ranks, "ranks")
+        ranks = [Recording.load(folder / f"rank.{rank}") for rank in range(settings.ranks)]
+        report = compare(whole, ranks)
+        if report.first is not None:
+            follow("one process, again")
+            again = compare(whole, [_alone(settings, folder, settings.dtype, "again")])
+            if again.first is not None:
+                where = again.first or ROOT
+                return Report(
+                    None,
+                    again.lines,
+                    f"not comparable: a rerun in one process differs, first in {where}",
+                    report.counts,
+                )
+        return report
 
 
-def _processes(function: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
-    """Run a function of (rank, *arguments) in new processes; when one fails, end the others and raise."""
-    method = "spawn"
-    if "forkserver" in multiprocessing.get_all_start_methods():
-        method = "forkserver"  # torch is imported once, not by every process
-        multiprocessing.set_forkserver_preload(["torch", __name__])
-    running: Any = start_processes(function, arguments, nprocs=count, join=False, start_method=method)
-    try:
-        while not running.join():
-            pass
-    except ProcessRaisedException as error:
-        text = str(error).strip().partition("\n\n")[2] or str(error)
-        where = f"rank {error.error_index}" if count > 1 else "one process"
-        raise VerifyError(f"{where} raised:\n{text}") from None
-    except ProcessExitedException as error:
-        raise VerifyError(f"process {error.error_index} of {count} died: {error}") from None
+def _alone(settings: Settings, folder: Path, dtype: str, name: str) -> Recording:
+    """Return the recording of the case in one process."""
+    _run(_run_alone, settings, folder, 1, name, dtype, name)
+    return Recording.load(folder / f"{name}.recording")
+
+
+def _run(function: Callable[..., None], settings: Settings, folder: Path, count: int, name: str, *more: str) -> None:
+    """Run a function of (rank, progress, settings, folder, *more) in processes of its own."""
+    arguments = (settings, str(folder), *more)
+    run_processes(function, arguments, count, folder / f"{name}.run", settings.timeout, settings.is_quiet)
 
 
 def _start(rank: int, world: int, settings: Settings, dtype: str, store: Path) -> dist.ProcessGroup:
@@ -166,10 +193,10 @@ def _free_port() -> int:
         return server.getsockname()[1]
 
 
-def _run_alone(_: int, settings: Settings, folder: str, dtype: str, name: str) -> None:
+def _run_alone(_: int, progress: Progress, settings: Settings, folder: str, dtype: str, name: str) -> None:
     """Run the case in this process alone; write its recording and its parameters."""
     group = _start(0, 1, settings, dtype, Path(folder) / f"{name}.store")
-    case = builder(settings.target)(0, 1, group, None)
+    case = builder(settings.target, settings.arguments)(0, 1, group, None)
     noise = _ready(case, settings, dtype)
     modules = _chunks(case.model)
     if not settings.keep_values:
@@ -179,28 +206,21 @@ def _run_alone(_: int, settings: Settings, folder: str, dtype: str, name: str) -
         state = {key: x for module in modules for key, x in module.state_dict().items()}
         torch.save(state, Path(folder) / "state.pt")
     torch.manual_seed(settings.seed)
-    recording = record(case, only=settings.only or None, skip=settings.skip)
+    recording = record(case, only=settings.only or None, skip=settings.skip, follow=progress.follow)
     recording.noise = noise
-    if recording.is_rounded:
-        (Path(folder) / f"{name}.rounded").touch()
     (Path(folder) / f"{name}.recording").write_bytes(recording.to_bytes())
-    dist.destroy_process_group()
 
 
-def _run_rank(rank: int, settings: Settings, folder: str) -> None:
-    """Run the case on this rank, and compare; rank 0 writes the report."""
+def _run_rank(rank: int, progress: Progress, settings: Settings, folder: str) -> None:
+    """Run the case on this rank, and write its recording."""
     group = _start(rank, settings.ranks, settings, settings.dtype, Path(folder) / "ranks.store")
-    whole = Recording.load(Path(folder) / "whole.recording")
-    # A step in float64 that rounds to 16 bits, too, says nothing of the rounding.
-    if (exact := Path(folder) / "exact.recording").exists() and not (Path(folder) / "exact.rounded").exists():
-        whole.exact = Recording.load(exact)
-    case = builder(settings.target)(rank, settings.ranks, group, torch.load(Path(folder) / "state.pt"))
+    case = builder(settings.target, settings.arguments)(
+        rank, settings.ranks, group, torch.load(Path(folder) / "state.pt")
+    )
     _ready(case, settings, settings.dtype)
     torch.manual_seed(settings.seed)
-    report = compare(whole, record(case, only=settings.only or None, skip=settings.skip), group)
-    if rank == 0:
-        (Path(folder) / "report.json").write_text(json.dumps(asdict(report)))
-    dist.destroy_process_group()
+    to = Path(folder) / f"rank.{rank}"
+    record(case, only=settings.only or None, skip=settings.skip, to=to, follow=progress.follow)
 
 
 def _chunks(model: Any) -> list[nn.Module]:
