@@ -89,7 +89,7 @@ test-quick: $(READY)  ## runs the tests of the library without its peers
 	$(PY) -m pytest -m "not slow" -q $(WORKERS) $(QUICK:%=tests/%)
 
 test-verify: $(READY) $(PEERS)  ## tests `tritoncomm verify` with all faults
-	$(PY) -m pytest tests/test_verify.py tests/integrations/test_megatron.py -k "test_verify or one_process" -q $(WORKERS)
+	$(PY) -m pytest tests/test_verify.py tests/test_verify_recipes.py tests/integrations/test_megatron.py -k "test_verify or one_process" -q $(WORKERS)
 
 test-all: $(READY) $(PEERS)  ## runs all tests
 	$(PY) -m pytest -q

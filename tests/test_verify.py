@@ -18,18 +18,18 @@ import pytest
 import torch
 from jobs import without_launcher
 from pool import Pool
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from typer.testing import CliRunner
 from verify_faults import BUILDS, FAULTS
 from verify_processes import run_kind
-from verify_programs import PROGRAMS, sampled
+from verify_programs import PROGRAMS, masked, sampled
 
 from tritoncomm import cli, mappings, verify
 from tritoncomm.demo.plain_model import PlainTransformer
 from tritoncomm.demo.settings import Settings
 from tritoncomm.errors import ArgumentError, MismatchError
-from tritoncomm.verify import comparison, processes, running
+from tritoncomm.verify import explanations, processes, running
 from tritoncomm.verify.processes import VerifyError
 from tritoncomm.verify.relations import difference, find, is_telling
 
@@ -107,7 +107,13 @@ def test_right_programs_are_equal(pool: Pool, world: int, programs: list[tuple[s
     assert not wrong, "\n\n".join(wrong)
 
 
-NEW = [("sampler",), ("sampler, token numbers",), ("torch's pipeline",), ("fsdp2 over tensor parallel",)]
+NEW = [
+    ("padded vocabulary",),
+    ("sampler",),
+    ("sampler, token numbers",),
+    ("torch's pipeline",),
+    ("fsdp2 over tensor parallel",),
+]
 
 
 def test_other_orders_are_equal(pool: Pool) -> None:
@@ -118,6 +124,61 @@ def test_other_orders_are_equal(pool: Pool) -> None:
             assert report.counts["gradients"] >= 4
     (report, *_) = pool.run(mixed_report, world=2)
     assert report.first == "", str(report)
+
+
+MASKED = {"mask": "embed", "sum": "down", "logits": "head"}
+"""First wrong module of the faults of a padded vocabulary, whose lookups are wrong before they are masked."""
+
+
+@pytest.mark.parametrize(("world", "frozen"), [(2, False), (2, True), (4, False)])
+def test_an_output_that_is_repaired_hides_no_fault(pool: Pool, world: int, frozen: bool) -> None:
+    for rank in pool.run(run_masked, frozen, world=world):
+        for fault, module in MASKED.items():
+            report = rank[fault]
+            assert report.first == (module if fault != "logits" else ""), f"{fault}: {report}"
+        assert "never summed" in str(rank["sum"])
+        assert "embed" not in rank["sum"].lines[0]
+
+
+def run_masked(group: ProcessGroup, frozen: bool) -> dict[str, verify.Report]:
+    reports = {}
+    for fault in MASKED:
+        torch.manual_seed(0)
+        alone = masked(0, 1, None, None, frozen=frozen)
+        verify.draw(alone.model)  # pyright: ignore
+        state = {name: x.clone() for name, x in alone.model.state_dict().items()}  # pyright: ignore
+        whole = verify.record(alone)
+        mine = verify.record(masked(group.rank(), group.size(), group, state, fault, frozen))
+        reports[fault] = verify.compare(whole, mine, group)
+    return reports
+
+
+def test_what_is_kept_elsewhere_and_in_another_dtype() -> None:
+    """Gradients in fp32 of a step in float64, as mixed optimizers keep them; values that only a hook returns."""
+    runs = []
+    for hooks in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8, dtype=torch.float64)
+        values = {id(x): x.detach().clone() for x in model.parameters()}
+
+        def step(model: nn.Module = model) -> Tensor:
+            loss = model(torch.ones(4, 8, dtype=torch.float64)).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        more = {
+            "gradient": lambda x: x.grad.float(),
+            "value": lambda x, values=values: values[id(x)],
+        }  # fmt: skip
+        case = verify.Case(model, step, **(more if hooks else {}))  # pyright: ignore
+        runs.append(verify.record(case))
+    report = verify.compare(runs[0], [runs[1]])
+    assert report.equal, str(report)
+    assert "the ranks' gradients are torch.float32: compared within its rounding" in report.lines
+    runs[1].gradients["weight"] = runs[1].gradients["weight"] * (1 + 1e-4)  # pyright: ignore
+    assert verify.compare(runs[0], [runs[1]]).first == ""
+    runs[1].parameters["weight"] = torch.zeros(0)
+    assert "parameter weight" in str(verify.compare(runs[0], [runs[1]]))
 
 
 def mixed_report(group: ProcessGroup) -> verify.Report:
@@ -292,9 +353,9 @@ def test_factors_in_words() -> None:
     words = {2: "is 2 times the whole one", 0.5: "is 1/2 of the whole one", -1: "has the other sign",
              -0.5: "is -1/2 of", -0.25: "is -1/4 of", -2: "is -2 times", 0: "is zero", 0.3: "is 0.3 times"}  # fmt: skip
     for factor, expected in words.items():
-        assert str(comparison._factor([factor * whole], [whole], 1e-7)).startswith(expected)
+        assert str(explanations.factor_of([factor * whole], [whole], 1e-7)).startswith(expected)
     for value in (math.nan, math.inf):
-        assert comparison._factor([torch.full((3,), value)], [whole], 1e-7) is None
+        assert explanations.factor_of([torch.full((3,), value)], [whole], 1e-7) is None
 
 
 def test_a_module_around_modules_that_one_rank_has_is_named(pool: Pool) -> None:

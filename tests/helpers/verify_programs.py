@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from verify_cases import Ranks, Row, SequenceAttention, sequence, tensor
 from verify_others import gated, rotary
 
-from tritoncomm import parallel
+from tritoncomm import mappings, parallel
 from tritoncomm.demo.plain_model import PlainTransformer, sharded
 from tritoncomm.demo.settings import Settings
 from tritoncomm.integrations.deepspeed import DistributedAttention
@@ -27,7 +27,7 @@ from tritoncomm.integrations.yunchang import SeqAllToAll4D
 from tritoncomm.tensor import ProcessGroup
 from tritoncomm.verify import Case
 
-__all__ = ["PROGRAMS", "channels", "sampled"]
+__all__ = ["PROGRAMS", "channels", "masked", "sampled"]
 
 BATCH, LENGTH, CLASSES = 8, 8, 24
 
@@ -356,6 +356,69 @@ def twice(rank: int, world: int, group: Any, whole: Any) -> Case:
     return Case(layers, step)
 
 
+class Masked(nn.Module):
+    """A vocabulary over the ranks, padded to a multiple of them: lookups are masked and summed behind the embedding.
+
+    The head's logits are of the ranks' parts of the vocabulary, and the loss is of all of them.
+    """
+
+    SIZE, WIDTH = 10, 8
+
+    def __init__(self, rank: int, world: int, group: Any, fault: str) -> None:
+        super().__init__()
+        self.rank, self.group, self.fault, self.world = rank, group, fault, world
+        self.rows = -(-self.SIZE // world)
+        self.embed = nn.Embedding(self.rows, self.WIDTH)
+        self.up, self.down = nn.Linear(self.WIDTH, 16 // world), nn.Linear(16 // world, self.WIDTH, bias=False)
+        self.norm, self.head = nn.LayerNorm(self.WIDTH), nn.Linear(self.WIDTH, self.rows, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        local = ids - self.rank * self.rows
+        inside = (local >= 0) & (local < self.rows)
+        x = self.embed(local.clamp(0, self.rows - 1))
+        if self.fault != "mask":
+            x = x * inside[..., None]
+        x = self.norm(self.through("reduce_from_tensor_model_parallel_region", x))
+        y = self.down(self.up(self.through("copy_to_tensor_model_parallel_region", x)).relu())
+        if self.fault != "sum":
+            y = self.through("reduce_from_tensor_model_parallel_region", y)
+        logits = self.head(self.through("copy_to_tensor_model_parallel_region", x + y))
+        if self.fault == "logits":
+            logits = logits * 1.01
+        return self.through("gather_from_tensor_model_parallel_region", logits)[..., : self.SIZE]
+
+    def through(self, name: str, x: Tensor) -> Tensor:
+        """A mapping, where there are several ranks."""
+        return x if self.group is None else getattr(mappings, name)(x, group=self.group)
+
+
+def masked(rank: int, world: int, group: Any, whole: Any, fault: str = "", frozen: bool = False) -> Case:
+    """A padded vocabulary over the ranks; ``fault``: no mask, no sum behind the linears, or logits that are off."""
+    model = Masked(rank, world, group, fault if world > 1 else "")
+    model.embed.requires_grad_(not frozen)
+    if whole is not None:
+        state = {}
+        for name, x in whole.items():
+            dim = {"embed.weight": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1, "head.weight": 0}.get(name)
+            if dim is None:
+                state[name] = x
+            elif name in ("embed.weight", "head.weight"):
+                padding = x.new_full((model.rows * world - len(x), x.shape[1]), 7.0)
+                state[name] = torch.cat([x, padding]).chunk(world)[rank]
+            else:
+                state[name] = x.chunk(world, dim)[rank]
+        model.load_state_dict(state)
+    made = torch.Generator().manual_seed(3)
+    ids, targets = torch.randint(Masked.SIZE, (2, 3, 5), generator=made)
+
+    def step() -> Tensor:
+        loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+        loss.backward()
+        return loss
+
+    return Case(model, step)
+
+
 PROGRAMS: dict[str, Callable[..., Case]] = {
     "sharded weights": tensor,
     "sequence of 7": sequence,
@@ -383,4 +446,5 @@ PROGRAMS: dict[str, Callable[..., Case]] = {
     "sampler, token numbers": partial(sampled, ids=True),
     "torch's pipeline": pipelined,
     "fsdp2 over tensor parallel": twice,
+    "padded vocabulary": masked,
 }

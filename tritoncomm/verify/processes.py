@@ -77,7 +77,7 @@ class Progress:
     @staticmethod
     def read(path: Path) -> State:
         """Return the progress of another process."""
-        content = path.read_bytes() if path.exists() else bytes(_SIZE)
+        content = (path.read_bytes() if path.exists() else b"").ljust(_SIZE, b"\0")  # it may be being made
         events, collectives, has_begun, length = _HEAD.unpack_from(content)
         return State(events, collectives, has_begun, content[_HEAD.size :][:length].decode(errors="replace"))
 

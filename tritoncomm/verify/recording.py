@@ -51,6 +51,11 @@ def gradient_of(parameter: nn.Parameter) -> Tensor | None:
     return parameter.grad if main is None else main
 
 
+def _itself(parameter: nn.Parameter) -> Tensor:
+    """Return a parameter."""
+    return parameter
+
+
 @dataclass(frozen=True)
 class Case:
     """One training step of a parallel program, or of the same program in one process.
@@ -61,6 +66,7 @@ class Case:
         rename: from the name of a parameter or module to its name in the run of one process; None leaves it out. A
             mapping keeps names that it does not have. A module ``a`` is looked up as ``a.``, too.
         gradient: returns the gradient of a parameter, by default ``main_grad``, then ``grad``.
+        value: returns the values of a parameter, by default its own; for programs that keep them elsewhere (ZeRO-3).
         relations: what ranks hold of a tensor where the search cannot know, by name or pattern (``"*.qkv.weight"``):
             of a parameter and its gradient, or of a module's outputs. ``"gradient *"`` is for gradients alone: they may
             be addends of several ranks only where this says so.
@@ -70,6 +76,7 @@ class Case:
     step: Callable[[], Tensor | None]
     rename: Callable[[str], str | None] | Mapping[str, str] = field(default_factory=dict)
     gradient: Callable[[nn.Parameter], Tensor | None] = gradient_of
+    value: Callable[[nn.Parameter], Tensor] = _itself
     relations: Mapping[str, Relation] = field(default_factory=dict)
 
     @property
@@ -116,6 +123,9 @@ class Call:
         narrowest: narrowest floating-point dtype that any operator had produced by the end of the call.
         reduction: most addends of an operator until then.
         collectives: calls of a backend in the step before it began, and by its end.
+        sources: indices of the calls in ``Recording.calls`` from whose outputs its inputs were computed, as far as
+            autograd's graph shows, without a call between.
+        has_graph: whether an output is in autograd's graph.
     """
 
     name: str
@@ -125,6 +135,8 @@ class Call:
     narrowest: torch.dtype
     reduction: int
     collectives: tuple[int, int]
+    sources: list[int] = field(default_factory=list)
+    has_graph: bool = False
 
 
 @dataclass
@@ -213,6 +225,7 @@ class _Recorder:
         self.recording, self.watch, self.counts = recording, watch, Counter[str]()
         self.known: dict[int, tuple[Tensor, int, int]] = {}  # by id: the tensor, its version, its index
         self.started: list[int] = []
+        self.makers: dict[Any, list[int]] = {}  # by node of autograd's graph: calls with an output of that node
 
     def before(self, name: str) -> Callable[..., None]:
         """Return the hook of a module that begins: it notes the collectives before the call."""
@@ -238,10 +251,30 @@ class _Recorder:
                 self.recording.inputs = [_copied(x).double() for x in _tensors((args, kwargs)) if not x.is_complex()]
             collectives = started, watch.collectives
             call = Call(name, self.counts[name], inputs, outputs, watch.narrowest, watch.reduction, collectives)
+            call.sources = self._sources((args, kwargs))
+            for x in _tensors(output):
+                if x.grad_fn is not None:
+                    call.has_graph = True
+                    self.makers.setdefault(x.grad_fn, []).append(len(self.recording.calls))
             self.recording.calls.append(call)
             self.counts[name] += 1
 
         return hook
+
+    def _sources(self, values: Any) -> list[int]:
+        """Return the calls behind some inputs: walk autograd's graph up to the first outputs of calls."""
+        found, seen = set[int](), set[Any]()
+        nodes = [x.grad_fn for x in _tensors(values)]
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node in self.makers:
+                found.update(self.makers[node])
+            else:
+                nodes += [each for each, _ in node.next_functions]
+        return sorted(found)
 
     def _taken(self, values: Any) -> list[int]:
         """Copy the floating-point tensors among some values, each once; return their indices."""
@@ -350,7 +383,7 @@ def _take_parameters(case: Case, found: Recording) -> None:
             continue
         if whole in found.parameters:
             raise ArgumentError(f"verify.record: two parameters are {whole!r} in the run of one process")
-        found.parameters[whole] = _copied(parameter)
+        found.parameters[whole] = _copied(case.value(parameter))
         if whole not in found.relations and (relation := _nested_split(parameter)) is not None:
             found.relations[whole] = relation
         names.setdefault(id(parameter), []).append(whole)

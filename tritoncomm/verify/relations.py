@@ -27,6 +27,8 @@ class Relation:
         splits: (dim, chunks, step) of every split dim: the k-th rank holds chunk ``(k // step) % chunks`` of it.
         sizes: of the chunks of the one split dim, where they are not those of ``torch.chunk``.
         is_mirrored: chunk i of n is chunk i of 2n and the one as far from the end, as in balanced causal attention.
+        is_padded: the ranks hold chunks of the sizes in ``sizes``, which are more than the whole tensor has: what the
+            last ones hold beyond its end is not compared.
         is_strided: chunk i of n is every n-th index from i on, as samplers of data parallelism draw them.
         sections: sizes of the parts of a fused tensor along the split dim, each of which is split.
         summed: (ranks, step) of the ranks whose tensors have to be added up; (1, 1) for none.
@@ -37,6 +39,7 @@ class Relation:
     splits: tuple[tuple[int, int, int], ...] = ()
     sizes: tuple[int, ...] = ()
     is_mirrored: bool = False
+    is_padded: bool = False
     is_strided: bool = False
     sections: tuple[int, ...] = ()
     summed: tuple[int, int] = (1, 1)
@@ -57,6 +60,11 @@ class Relation:
     def strided(cls, dim: int, chunks: int, step: int = 1) -> "Relation":
         """The k-th rank holds every ``chunks``-th index of ``dim``, from ``(k // step) % chunks`` on."""
         return cls(((dim, chunks, step),), is_strided=True)
+
+    @classmethod
+    def padded(cls, dim: int, chunks: int, step: int, length: int) -> "Relation":
+        """The k-th rank holds chunk ``(k // step) % chunks`` of ``length``, the last one with padding at its end."""
+        return cls(((dim, chunks, step),), (length,) * chunks, is_padded=True)
 
     @classmethod
     def mirrored(cls, dim: int, chunks: int, step: int = 1) -> "Relation":
@@ -82,6 +90,8 @@ class Relation:
         words = [f"{chunks} chunks along dim {dim}" for dim, chunks, _ in self.splits]
         if self.is_mirrored:
             words[0] = "two mirrored " + words[0].removeprefix(f"{self.splits[0][1]} ")
+        if self.is_padded:
+            words[0] = "padded " + words[0]
         if self.is_strided:
             words[0] = words[0].replace("chunks", "strided chunks")
         if self.sections:
@@ -113,6 +123,9 @@ class Relation:
                 x = torch.cat([pieces[i], pieces[2 * chunks - 1 - i]], dim)
             elif self.is_strided:
                 x = x[(slice(None),) * dim + (slice(i, None, chunks),)]
+            elif self.is_padded:
+                start = min(i * self.sizes[0], x.shape[dim])
+                x = x.narrow(dim, start, min(self.sizes[0], x.shape[dim] - start))
             elif self.sizes:
                 x = x.split(self.sizes, dim)[i]
             else:
@@ -191,6 +204,9 @@ def _error(relation: Relation, whole: Tensor, parts: Sequence[Tensor], bound: fl
     worst = 0.0
     for k, x in enumerate(held):
         expected = relation.of(viewed, k)
+        if relation.is_padded and expected is not None:
+            dim = relation.splits[0][0]
+            x = x.narrow(dim, 0, expected.shape[dim])
         if expected is None or expected.shape != x.shape:
             return math.inf
         worst = max(worst, difference(x, expected))
@@ -289,6 +305,10 @@ def _of_dim(size: int, sizes: Sequence[int], dim: int, allow_strides: bool) -> I
     yield from (Relation.chunk(dim, *each) for each in found)
     if not found and sum(sizes) == size:
         yield Relation.chunk(dim, count, 1, sizes)
+    if not found and len(set(sizes)) == 1:
+        for chunks, step in _mesh_dims(count):
+            if sizes[0] * (chunks - 1) < size < sizes[0] * chunks:
+                yield Relation.padded(dim, chunks, step, sizes[0])
     for chunks, step in found:
         if allow_strides and size % chunks == 0:
             yield Relation.strided(dim, chunks, step)

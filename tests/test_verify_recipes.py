@@ -1,0 +1,76 @@
+"""The recipes of `tritoncomm verify`: silent as they are, and the first wrong module is named where a fault stands."""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from pool import Pool
+from verify_recipes import FAULTS, OF_TORCH, RECIPES, Fault, run_recipe, written
+
+from tritoncomm.verify import Report
+from tritoncomm.verify.running import Settings, verify
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def job(request: pytest.FixtureRequest) -> Iterator[tuple[Pool, int]]:
+    """Ranks whose world is the job, as recipes have it."""
+    pool = Pool(request.param)
+    yield pool, request.param
+    pool.stop()
+
+
+def test_recipes_are_short_and_on_the_page() -> None:
+    page = (ROOT / "docs" / "verify.md").read_text()
+    for recipe in RECIPES:
+        path = ROOT / "examples" / f"verify_{recipe}.py"
+        assert len(path.read_text().splitlines()) <= 40, path
+        assert f"examples/{path.name}" in page
+    assert len(FAULTS) >= 20
+    assert {fault.recipe for fault in FAULTS} == set(RECIPES)
+
+
+def reported(job: tuple[Pool, int], recipe: str, fault: Fault | None = None) -> Report:
+    """The report on a recipe, by ranks of the job; accelerate keeps the job's size in its process, and has its own."""
+    pool, world = job
+    if recipe == "accelerate":
+        with tempfile.TemporaryDirectory() as folder:
+            return verify(Settings(f"{written(Path(folder), recipe, fault)}:build", world))
+    (report, *others) = pool.run(run_recipe, recipe, fault, world=world, timeout=120)
+    assert all(each == report for each in others)
+    return report
+
+
+def problems(job: tuple[Pool, int], faults: Sequence[Fault]) -> list[str]:
+    """Reports that do not name the fault as they should."""
+    found = []
+    for fault in faults:
+        report = reported(job, fault.recipe, fault)
+        if report.first != fault.first or fault.words not in str(report):
+            found.append(f"{fault}: {report.first}\n{report}")
+    return found
+
+
+def silent(job: tuple[Pool, int], recipes: Sequence[str]) -> list[str]:
+    """Reports on right recipes that do not say equal, or compared little."""
+    found = []
+    for recipe in recipes:
+        report = reported(job, recipe)
+        if not report.equal or report.counts["compared"] < 9 or 2 * report.counts["alone"] > report.counts["compared"]:
+            found.append(f"{recipe}: {report}")
+    return found
+
+
+def test_recipes_of_torch(job: tuple[Pool, int]) -> None:
+    wrong = silent(job, OF_TORCH) + problems(job, [each for each in FAULTS if each.recipe in OF_TORCH])
+    assert not wrong, "\n\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["transformers", "accelerate", "deepspeed"])
+def test_recipes_of_others(job: tuple[Pool, int], package: str) -> None:
+    pytest.importorskip(package)
+    wrong = silent(job, [package]) + problems(job, [each for each in FAULTS if each.recipe == package])
+    assert not wrong, "\n\n".join(wrong)

@@ -1,0 +1,120 @@
+"""Bounds of rounding: how far a rank's values may be from those of one process."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritoncomm.verify.recording import Call, Recording
+from tritoncomm.verify.relations import difference
+
+__all__ = ["Bounds", "Values", "largest", "wide"]
+
+_FACTOR = 8  # of a bound, which has the root of the longest reduction, as errors of addends are independent
+_OF_ROUNDING = 4  # of the distance of a step in 16 bits to the same in float64
+
+
+class Values(NamedTuple):
+    """Tensors to compare, in float64.
+
+    Attributes:
+        whole: of the run in one process.
+        parts: of the ranks that have one, in rank order.
+        bound: largest difference that rounding may make.
+    """
+
+    whole: Tensor
+    parts: list[Tensor]
+    bound: float
+
+    @classmethod
+    def of(cls, whole: Tensor, parts: Sequence[Tensor], bound: float) -> "Values":
+        """Widen tensors of any dtype."""
+        return cls(wide(whole), list(map(wide, parts)), bound)
+
+
+class Bounds:
+    """Bounds of the tensors of a step, from its recording in one process.
+
+    With a step in float64 beside it the bound of a tensor is four times its own distance to that. Else it is that of
+    the narrowest dtype, of the longest reduction and of the largest magnitude.
+    """
+
+    def __init__(self, whole: Recording) -> None:
+        self._whole = whole
+        exact = [] if whole.exact is None else whole.exact.calls
+        self._exact = {(call.name, call.number): call for call in exact}
+        self._largest_gradient = max([largest(x) for x in whole.gradients.values() if x is not None], default=0.0)
+
+    def of_parameter(self, whole: Tensor, parts: Sequence[Tensor]) -> float:
+        """Return the bound of a parameter, which is only copied and cast."""
+        return 4 * _eps([x for x in (whole, *parts) if x.is_floating_point() or x.is_complex()]) * largest(whole)
+
+    def of_output(self, call: Call, j: int, of_input: bool = False) -> float:
+        """Return the bound of an output, or an input, of a call."""
+        x = self._whole.tensors[(call.inputs if of_input else call.outputs)[j]]
+        exact = self._exact.get((call.name, call.number))
+        if exact is not None and self._whole.exact is not None:
+            places = exact.inputs if of_input else exact.outputs
+            return _rounding(x, self._whole.exact.tensors[places[j]] if j < len(places) else None)
+        return _FACTOR * torch.finfo(call.narrowest).eps * math.sqrt(call.reduction) * largest(x)
+
+    def of_gradient(self, whole: Tensor, parts: Sequence[Tensor], exact: Tensor | None) -> float:
+        """Return the bound of a gradient; ``exact`` is the one in float64, None without such a step.
+
+        A gradient may be the rest of addends that cancel, as of a bias in front of a norm: the scale is the largest
+        gradient of the model. Gradients that the program keeps in a narrower dtype than it computes in are rounded.
+        """
+        if exact is not None:
+            return _rounding(whole, exact)
+        eps = max(torch.finfo(self._whole.narrowest).eps, _eps([whole, *parts]))
+        return _FACTOR * eps * math.sqrt(self._whole.reduction) * self._largest_gradient
+
+    def of_loss(self, whole: Tensor) -> float:
+        """Return the bound of the loss."""
+        eps, reduction = torch.finfo(self._whole.narrowest).eps, self._whole.reduction
+        bound = _FACTOR * eps * math.sqrt(reduction) * largest(whole)
+        return bound if self._whole.exact is None else max(bound, _rounding(whole, self._whole.exact.loss))
+
+    def exact_output(self, call: Call, j: int) -> Tensor | None:
+        """Return an output in float64; None without a step in float64."""
+        exact = self._exact.get((call.name, call.number))
+        if exact is None or self._whole.exact is None or j >= len(exact.outputs):
+            return None
+        return self._whole.exact.tensors[exact.outputs[j]]
+
+    def exact_gradient(self, name: str) -> Tensor | None:
+        """Return a gradient in float64; None without a step in float64."""
+        return None if self._whole.exact is None else self._whole.exact.gradients.get(name)
+
+
+def is_below(exact: Tensor | None, values: Values) -> bool:
+    """Whether the values in float64 are below their bound, so that a comparison says nothing."""
+    return exact is not None and largest(exact) <= values.bound and all(bool(x.isfinite().all()) for x in values.parts)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return a tensor in float64; a complex one with its parts in a last dim."""
+    return torch.view_as_real(x.to(torch.complex128)) if x.is_complex() else x.to(torch.float64)
+
+
+def largest(x: Tensor) -> float:
+    """Return the largest finite magnitude, at least a number that is not zero."""
+    if not x.numel():
+        return 1.0
+    return max(float(x.abs().nan_to_num(0.0, 0.0, 0.0).max()), 1e-30)
+
+
+def _eps(tensors: Sequence[Tensor]) -> float:
+    """Return the rounding of the narrowest dtype among some tensors."""
+    return max(torch.finfo(x.dtype).eps for x in tensors)
+
+
+def _rounding(x: Tensor, exact: Tensor | None) -> float:
+    """Return the bound of a step in 16 bits: four times the distance to the same step in float64."""
+    eps = torch.finfo(x.dtype).eps * largest(x)
+    if exact is None or exact.shape != x.shape:
+        return _FACTOR * eps
+    return max(_OF_ROUNDING * difference(wide(x), wide(exact)), eps)
