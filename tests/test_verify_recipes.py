@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from pool import Pool
-from verify_recipes import FAULTS, OF_TORCH, RECIPES, Fault, run_recipe, written
+from verify_recipes import FAULTS, OF_TORCH, RECIPES, Fault, run_in_job, run_recipe, written
 
 from tritoncomm.verify import Report
 from tritoncomm.verify.running import Settings, verify
@@ -74,3 +74,14 @@ def test_recipes_of_others(job: tuple[Pool, int], package: str) -> None:
     pytest.importorskip(package)
     wrong = silent(job, [package]) + problems(job, [each for each in FAULTS if each.recipe == package])
     assert not wrong, "\n\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "micro_batches"), [("llama", 2), ("qwen3", 1), ("qwen3", 2)])
+def test_families_of_transformers(job: tuple[Pool, int], kind: str, micro_batches: int) -> None:
+    """Silent where gradients alone are right, and else the same parameters; `make test-world` has ten families."""
+    pytest.importorskip("transformers")
+    pool, world = job
+    for report, wrong in pool.run(run_in_job, kind, micro_batches, world=world, timeout=120):
+        assert report.equal == (not wrong), f"plain torch: {wrong}\n{report}"
+        assert all(f"gradient of {name} " in str(report) for name in wrong), f"plain torch: {wrong}\n{report}"

@@ -10,12 +10,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from outside.cases.families import Outcome, run_family
 from torch.distributed import ProcessGroup
 
 from tritoncomm import verify
 from tritoncomm.verify import running
 
-__all__ = ["FAULTS", "OF_TORCH", "RECIPES", "Fault", "run_recipe", "written"]
+__all__ = ["FAULTS", "OF_TORCH", "RECIPES", "Fault", "run_in_job", "run_recipe", "written"]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OF_TORCH = ("ddp", "fsdp2", "parallelize_module", "pipelining", "tensor_parallel")
@@ -86,11 +87,16 @@ def _alone() -> ProcessGroup:
     return dist.new_subgroups(1)[0]
 
 
-def run_recipe(group: ProcessGroup, recipe: str, fault: Fault | None) -> verify.Report:
-    """The report on a recipe, in which a fault may stand."""
+def _launch(group: ProcessGroup) -> dict[str, str]:
+    """The variables that torchrun would set on this rank."""
     rank, world = group.rank(), group.size()
     launch = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 29501}
-    variables = {name: str(value) for name, value in launch.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    return {name: str(value) for name, value in launch.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+
+def run_recipe(group: ProcessGroup, recipe: str, fault: Fault | None) -> verify.Report:
+    """The report on a recipe, in which a fault may stand."""
+    variables = _launch(group)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     joined = mock.patch.object(dist, "init_process_group", running._joined)
@@ -116,3 +122,9 @@ def _report(group: ProcessGroup, path: str) -> verify.Report:
         whole = verify.record(first)
     torch.manual_seed(0)
     return verify.compare(whole, verify.record(build(group.rank(), group.size(), group, state)), group)
+
+
+def run_in_job(group: ProcessGroup, kind: str, micro_batches: int) -> Outcome:
+    """``run_family`` with the variables that a launcher sets."""
+    with mock.patch.dict(os.environ, _launch(group)), mock.patch.object(dist, "init_process_group", running._joined):
+        return run_family(group, kind, micro_batches)
