@@ -1,18 +1,21 @@
-"""DeepSpeed, ZeRO stage 1, against one process; its gradients are in fp32.
+"""DeepSpeed's ZeRO, stage 1 to 3, against one process; its gradients are in fp32.
 
-tritoncomm verify examples/verify_deepspeed.py:build --ranks 2
+tritoncomm verify examples/verify_deepspeed.py:build --ranks 2 -- 3
 """
 
 import os
+import sys
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when it is imported
 import deepspeed
 import torch
-from deepspeed.utils import safe_get_full_grad
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import Tensor, nn
 
 from tritoncomm import verify
+
+STAGE = int((sys.argv[1:] or ["1"])[0])
 
 
 def build(rank: int, world: int, group: Any, whole: dict[str, Tensor] | None) -> verify.Case:
@@ -23,9 +26,9 @@ def build(rank: int, world: int, group: Any, whole: dict[str, Tensor] | None) ->
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1)).chunk(world)[rank]
     engine: Any = model
     if world > 1:
-        settings = {"train_micro_batch_size_per_gpu": len(x), "zero_optimization": {"stage": 1}}
-        settings["zero_allow_untested_optimizer"] = True
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        settings = {"zero_optimization": {"stage": STAGE}, "zero_allow_untested_optimizer": True}
+        settings["train_micro_batch_size_per_gpu"] = len(x)
+        optimizer = torch.optim.SGD(model.parameters())
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
 
     def step() -> Tensor:
@@ -33,4 +36,5 @@ def build(rank: int, world: int, group: Any, whole: dict[str, Tensor] | None) ->
         engine.backward(loss) if world > 1 else loss.backward()
         return loss
 
-    return verify.Case(model, step, gradient=safe_get_full_grad if world > 1 else lambda x: x.grad)
+    hooks: Any = {"gradient": safe_get_full_grad} | ({"value": safe_get_full_fp32_param} if STAGE == 3 else {})
+    return verify.Case(model, step, **(hooks if world > 1 else {}))

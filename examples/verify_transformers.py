@@ -1,8 +1,9 @@
-"""transformers' tensor parallelism, tp_plan="auto", against one process.
+"""transformers' tensor parallelism, tp_plan="auto", against one process: a family, and its micro-batches.
 
-tritoncomm verify examples/verify_transformers.py:build --ranks 2
+tritoncomm verify examples/verify_transformers.py:build --ranks 2 -- llama 1
 """
 
+import sys
 import tempfile
 from typing import Any
 
@@ -16,21 +17,24 @@ from tritoncomm import verify
 
 def build(rank: int, world: int, group: Any, whole: dict[str, Tensor] | None) -> verify.Case:
     """``whole`` has the parameters of the run in one process, and is None there."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(vocab_size=64, num_key_value_heads=4, use_cache=False, **sizes)
-    if whole is None:
-        model: Any = transformers.LlamaForCausalLM(config)
-    else:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "use_cache": False}
+    family, micro_batches = sys.argv[1:] or ("llama", "1")
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    if whole is not None:
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
             save_file(whole, f"{folder}/model.safetensors", {"format": "pt"})
             dtype = torch.get_default_dtype()
-            model = transformers.LlamaForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=dtype)
-    ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
+            model = type(model).from_pretrained(folder, tp_plan="auto", dtype=dtype)
+    ids = torch.randint(64, (4, 12), generator=torch.Generator().manual_seed(1))
 
     def step() -> Tensor:
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        return loss
+        losses = []
+        for part in ids.chunk(int(micro_batches)):
+            losses.append(model(input_ids=part, labels=part).loss / int(micro_batches))
+            losses[-1].backward()
+        return torch.stack(losses).sum()
 
     return verify.Case(model, step)

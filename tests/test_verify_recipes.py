@@ -73,6 +73,10 @@ def test_recipes_of_torch(job: tuple[Pool, int]) -> None:
 def test_recipes_of_others(job: tuple[Pool, int], package: str) -> None:
     pytest.importorskip(package)
     wrong = silent(job, [package]) + problems(job, [each for each in FAULTS if each.recipe == package])
+    for stage in "23" if package == "deepspeed" else "":
+        report = reported(job, package, Fault(package, '["1"]', f'["{stage}"]', ""))
+        if not report.equal or report.counts["compared"] != 18:
+            wrong.append(f"ZeRO stage {stage}: {report}")
     assert not wrong, "\n\n".join(wrong)
 
 
