@@ -570,8 +570,8 @@ def test_bad_arguments(arguments: list[str], text: str) -> None:
     [
         ("right", ""),
         ("prints", ""),
-        ("sleeps", "no progress for 2 s: rank 1, last module layers.1, after 0 collectives; rank 0, last module a,"),
-        ("returns early", "no progress for 2 s: rank 1 has ended its step, last module layers.1, after 0 collectives"),
+        ("sleeps", "no progress for 1 s: rank 1, last module layers.1, after 0 collectives; rank 0, last module a,"),
+        ("returns early", "no progress for 1 s: rank 1 has ended its step, last module layers.1, after 0 collectives"),
         ("exits", "rank 1 ended with exit status 0 before the end of its step, last module layers.1"),
         ("leaves", "rank 1 ended with exit status 3 before the end of its step, last module layers.1"),
         ("is killed", "rank 1 was killed by SIGKILL before the end of its step, last module layers.1"),
@@ -583,11 +583,11 @@ def test_bad_arguments(arguments: list[str], text: str) -> None:
 def test_a_rank_that_does_not_come_to_its_end_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, text: str
 ) -> None:
-    monkeypatch.setattr(processes, "_GRACE", 1.0)
+    monkeypatch.setattr(processes, "_GRACE", 0.7)
     begun = time.monotonic()
     error = ArgumentError if kind == "argument" else VerifyError
     with pytest.raises(error, match=re.escape(text)) if text else nullcontext():
-        processes.run_processes(run_kind, (kind,), 2, tmp_path / "run", 2.0, quiet=True)
+        processes.run_processes(run_kind, (kind,), 2, tmp_path / "run", 1.0, quiet=True)
     assert time.monotonic() - begun < 30
 
 

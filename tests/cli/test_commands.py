@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import without_launcher
 from rich.console import Console
 from tritoncomm_kernels import launch
 from typer.testing import CliRunner
@@ -661,3 +663,62 @@ def test_long_lines_wrap_between_words_on_a_terminal_only(capsys: pytest.Capture
     for is_terminal, lines in ((True, 3), (False, 1)):
         say(Console(width=80, force_terminal=is_terminal), line)
         assert len(capsys.readouterr().out.rstrip().splitlines()) == lines
+
+
+PEERS = ("transformers", "accelerate", "deepspeed", "yunchang", "megatron", "matplotlib", "safetensors", "datasets")
+HIDDEN = f"""
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {PEERS!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Finder())
+"""
+CASE = """
+import torch
+from tritoncomm import verify
+
+def build(rank, world, group, whole):
+    model = torch.nn.Linear(4, 4)
+    if whole is not None:
+        model.load_state_dict(whole)
+    def step():
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        return loss
+    return verify.Case(model, step)
+"""
+
+
+def examples() -> list[str]:
+    """Every example of every help text, without what stands in brackets behind it."""
+    texts = [cli.plan.EPILOG, cli.doctor.EPILOG, cli.trace.EPILOG, cli.verify.EPILOG, cli.tune.tune.__doc__ or ""]
+    lines = [line.strip() for text in texts for line in text.splitlines()]
+    found = [line.partition("   (")[0] for line in lines if line.startswith("tritoncomm ")]
+    assert len(found) >= 16
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", examples())
+def test_examples_of_help_run_without_the_peers(tmp_path: Path, example: str) -> None:
+    """Each does its work or refuses in a line, in an install without any optional package and without a GPU."""
+    (tmp_path / "sitecustomize.py").write_text(HIDDEN)
+    for name in ("model.py", "train.py"):
+        (tmp_path / name).write_text(CASE)
+    paths = os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "kernels")))
+    variables = without_launcher(os.environ) | {"PYTHONPATH": paths, "TRITON_INTERPRET": "0", "HOME": str(tmp_path)}
+    command = [sys.executable, "-m", *shlex.split(example)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=110, check=False
+    )
+    told = done.stdout + done.stderr
+    assert "Traceback" not in told, told
+    assert done.returncode in (0, 1, 2, 3), told
+    if done.returncode:
+        assert len(done.stderr.strip().splitlines()) <= 3, told
+    if example.startswith("tritoncomm verify transformers"):
+        assert done.returncode == 3
+        assert "needs the package" in " ".join(told.split())
+    elif example.startswith(("tritoncomm verify", "tritoncomm plan")) and "H200" not in example:
+        assert done.returncode == 0, told

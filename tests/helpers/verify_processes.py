@@ -39,6 +39,6 @@ def run_kind(rank: int, progress: Progress, kind: str) -> None:
     elif kind == "argument":
         raise ArgumentError("no function build")
     elif kind == "prints":  # for longer than the limit
-        for n in range(6):
-            time.sleep(0.5)
+        for n in range(5):
+            time.sleep(0.4)
             print("line", n)
