@@ -158,7 +158,7 @@ def run_captured(group: ProcessGroup, device: Device) -> None:
         "16 bits": lambda x: collective.reduce_scatter(x, 1, group, wire=torch.bfloat16),
     }
     with ops.path("triton"):
-        for name in device.pick(("exchange", "many"), tuple(calls)):
+        for name in device.pick(("exchange", "reshard"), tuple(calls)):
             call = calls[name]
             given = [value((8, 24 * world), "float32", 100 * turn + group.rank()).to(device.at) for turn in range(4)]
             wanted = [call(x.clone()).clone() for x in given]
