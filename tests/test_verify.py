@@ -688,9 +688,10 @@ def test_the_loss_is_compared() -> None:
     parts = [verify.record(case(factor)) for factor in (0.25, 0.75)]
     assert verify.compare(whole, parts).equal, "addends"
     assert verify.compare(whole, [verify.record(case(factor)) for factor in (0.5, 1.5)]).equal, "a mean"
-    report = verify.compare(whole, [verify.record(case(2))] * 2)
-    assert report.first == ""
-    assert "neither equal nor its mean or addends" in str(report)
+    for factors, words in (((2, 2), "is 2 times the whole one"), ((2, 3), "neither equal nor its mean or addends")):
+        report = verify.compare(whole, [verify.record(case(factor)) for factor in factors])
+        assert report.first == ""
+        assert words in str(report)
 
 
 class Halves(torch.nn.Module):

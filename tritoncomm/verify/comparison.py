@@ -15,6 +15,7 @@ from tritoncomm.errors import MismatchError
 from tritoncomm.parsing import counted
 from tritoncomm.verify import explanations
 from tritoncomm.verify.bounds import Bounds, Values, is_below, wide
+from tritoncomm.verify.explanations import factor_of as _factor
 from tritoncomm.verify.explanations import not_finite, ranks_in_words
 from tritoncomm.verify.recording import ROOT, Call, Recording
 from tritoncomm.verify.relations import Found, Relation, difference, find, is_telling
@@ -539,12 +540,13 @@ class _Comparison:
             return
         self.counts["compared"] += 1
         self.counts["outputs"] += 1
-        found = find(*Values.of(whole, parts, self.bounds.of_loss(whole)))
-        if found.relation is None:
-            values = ", ".join(f"{float(x.mean()):.6g}" for x in parts)
-            self._add(
-                "", f"the loss is {float(whole.mean()):.6g}, here {values}: neither equal nor its mean or addends"
-            )
+        values = Values.of(whole, parts, self.bounds.of_loss(whole))
+        if find(*values).relation is None:
+            losses = ", ".join(f"{float(x.mean()):.6g}" for x in parts)
+            is_like = all(x.shape == whole.shape for x in parts)
+            factor = _factor(values.parts, [values.whole] * len(parts), values.bound) if is_like else None
+            words = factor or "neither equal nor its mean or addends"
+            self._add("", f"the loss is {float(whole.mean()):.6g}, here {losses}: {words}")
 
     def _add(self, module: str, line: str) -> None:
         self.problems.append(_Problem(module, line))
