@@ -181,6 +181,47 @@ def test_what_is_kept_elsewhere_and_in_another_dtype() -> None:
     assert "parameter weight" in str(verify.compare(runs[0], [runs[1]]))
 
 
+class Counted(nn.Module):
+    """Modules without tensors, and a parameter of integers; the counter runs ``times`` times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times, self.counter, self.last = times, Counter(), nn.Linear(4, 4, dtype=torch.float64)
+        self.codes = nn.Parameter(torch.arange(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            self.counter(3)
+        return self.last(x)
+
+
+class Counter(nn.Module):
+    def forward(self, number: int) -> int:
+        return number
+
+
+def test_modules_without_tensors_and_parameters_of_integers() -> None:
+    def recorded_with(times: int) -> verify.Recording:
+        torch.manual_seed(0)
+        model = Counted(times)
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(1)).double()
+
+        def step() -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        return verify.record(verify.Case(model, step))
+
+    assert verify.compare(recorded_with(1), [recorded_with(1)]).equal
+    report = verify.compare(recorded_with(1), [recorded_with(2)])
+    assert report.problem == ""
+    assert report.equal, "the module around it is right"
+    whole, part = recorded_with(1), recorded_with(1)
+    part.parameters["codes"] = part.parameters["codes"] + 1
+    assert "parameter codes" in str(verify.compare(whole, [part]))
+
+
 def mixed_report(group: ProcessGroup) -> verify.Report:
     torch.manual_seed(0)
     alone = sampled(0, 1, None, None)

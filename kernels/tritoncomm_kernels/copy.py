@@ -179,10 +179,11 @@ def _plan(
     longest = _in_units(scaling, geo.world * geo.run)[0] if starts is None else max(_lengths(starts))
     # Split sizes and strided rows make long addresses, for which ``tile_on`` takes fewer rows.
     addresses_are_long = geo.starts is not None or geo.stride_element != 1
-    tile = config or tile_on(device, name, unit, geo.outer, longest * unit, addresses_are_long)
     in_wire_order = config is None and _is_in_wire_order(name, geo, wire_dtype.itemsize, unit)
     if in_wire_order:
         tile = wire_order_tile(device, unit)
+    else:
+        tile = config or tile_on(device, name, unit, geo.outer, longest * unit, addresses_are_long)
     # A tile's bytes count the larger of the two types, and a tile has at least one unit of each row.
     block_cols = max(tile.block_cols // max(types[0].itemsize, types[1].itemsize), vec)
     bands = -(-geo.outer // tile.block_rows)

@@ -50,7 +50,7 @@ class Bounds:
 
     def of_parameter(self, whole: Tensor, parts: Sequence[Tensor]) -> float:
         """Return the bound of a parameter, which is only copied and cast."""
-        return 4 * _eps([x for x in (whole, *parts) if x.is_floating_point() or x.is_complex()]) * largest(whole)
+        return 4 * _eps([whole, *parts]) * largest(whole)
 
     def of_output(self, call: Call, j: int, of_input: bool = False) -> float:
         """Return the bound of an output, or an input, of a call."""
@@ -108,8 +108,8 @@ def largest(x: Tensor) -> float:
 
 
 def _eps(tensors: Sequence[Tensor]) -> float:
-    """Return the rounding of the narrowest dtype among some tensors."""
-    return max(torch.finfo(x.dtype).eps for x in tensors)
+    """Return the rounding of the narrowest dtype among some tensors; integers have none."""
+    return max(torch.finfo(x.dtype).eps if x.is_floating_point() or x.is_complex() else 0.0 for x in tensors)
 
 
 def _rounding(x: Tensor, exact: Tensor | None) -> float:

@@ -305,8 +305,8 @@ class _Comparison:
         for each in wrong:
             if each.call.has_graph:
                 each.is_repaired |= each.index in call.sources
-            else:  # of a frozen module: an input that nothing before had
-                each.is_repaired |= max(inputs) > max([*each.call.outputs, *each.call.inputs])
+            elif tensors := [*each.call.outputs, *each.call.inputs]:  # of a frozen module: an input that is new
+                each.is_repaired |= max(inputs) > max(tensors)
 
     @staticmethod
     def _first(wrong: list[_Wrong]) -> _Problem | None:
