@@ -3,25 +3,31 @@
 import argparse
 import faulthandler
 import os
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 from bench.harness import Part, Run
 from bench.timing import results_folder
 
-__all__ = ["GRACE_S", "Call", "Device", "gpu_main"]
+__all__ = ["GRACE_S", "Call", "Device", "gpu_main", "machine"]
 
 Call = Callable[[], Any]
 GRACE_S = 20  # for a case that began in time
 LATE = 3  # exit status
+BLOCK = 8192  # integers of 32 bits that a program of the roof of reads sums: 8 loads of 16 bytes for each thread
 
 
 class Device:
@@ -48,8 +54,8 @@ class Device:
     def microseconds(self, start: Any, end: Any) -> float:
         return (end - start) * 1e6 if self.dry else start.elapsed_time(end) * 1e3
 
-    def times(self, calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
-        """Microseconds of every call, one sample per round, every provider in every round, caches cold."""
+    def times(self, calls: dict[str, Call], rounds: int, is_warm: bool = False) -> dict[str, list[float]]:
+        """Microseconds of every call, one sample per round, every provider in every round, caches cold or warm."""
         for call in calls.values():
             for _ in range(3):
                 call()
@@ -58,16 +64,75 @@ class Device:
         for _ in range(rounds):
             for name, call in calls.items():
                 self._flush.zero_()  # also keeps the device busy while the host prepares the call
+                if is_warm:
+                    call()
                 start = self.mark()
                 call()
                 marks[name].append((start, self.mark()))
         self.synchronize()
         return {name: [self.microseconds(*pair) for pair in pairs] for name, pairs in marks.items()}
 
-    def roof(self, moved: int) -> Call:
+    def copies(self, moved: int) -> Call:
         """A contiguous copy that reads and writes ``moved`` bytes in all."""
         source, target = (torch.empty(moved // 2, dtype=torch.int8, device=self.device) for _ in range(2))
         return lambda: target.copy_(source)
+
+    def reads(self, moved: int) -> Call:
+        """A kernel that reads ``moved`` bytes, but for less than a block, and writes one integer for each block."""
+        blocks = max(1, moved // (4 * BLOCK))
+        source = torch.zeros(blocks * BLOCK, dtype=torch.int32, device=self.device)
+        sums = torch.empty(blocks, dtype=torch.int32, device=self.device)
+        return partial(_block_sums, source, sums)
+
+    def machine(self) -> list[str]:
+        """Driver, clocks, power, temperature and other processes, under the load of a loop of writes."""
+        if self.dry:
+            return []
+        with ThreadPoolExecutor(1) as pool:
+            lines = pool.submit(machine)
+            while not lines.done():
+                self._flush.zero_()
+                torch.cuda.synchronize()
+        return lines.result()
+
+
+def _block_sums(source: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    _sum_kernel[(len(sums),)](source, sums, BLOCK=BLOCK, num_warps=8)  # pyright: ignore[reportIndexIssue]
+    return sums
+
+
+@triton.jit
+def _sum_kernel(source_ptr, sums_ptr, BLOCK: tl.constexpr):
+    """Write the sum of one block, so that no load of it is optimised away."""
+    block = tl.program_id(0).to(tl.int64)
+    values = tl.load(source_ptr + block * BLOCK + tl.arange(0, BLOCK))
+    tl.store(sums_ptr + block, tl.sum(values, 0))
+
+
+def machine() -> list[str]:
+    """Versions, and for every GPU its driver, clocks, power cap, MIG, mode and other processes."""
+    lines = [f"torch {torch.__version__}, CUDA {torch.version.cuda}, HIP {torch.version.hip}"]
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return [*lines, "no nvidia-smi here: driver, clocks, power cap, MIG and other processes are unknown"]
+    fields = ("index", "name", "driver_version", "compute_mode", "mig.mode.current", "clocks.sm", "clocks.max.sm")
+    fields += ("clocks.mem", "power.draw", "power.limit", "power.max_limit", "temperature.gpu", "utilization.gpu")
+    queries = [("--query-gpu", fields), ("--query-compute-apps", ("gpu_uuid", "pid", "process_name", "used_memory"))]
+    for query, names in queries:
+        command = [smi, f"{query}={','.join(names)}", "--format=csv,noheader"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            lines.append(f"nvidia-smi {query} failed: {error}")
+            continue
+        if done.returncode:
+            lines.append(f"nvidia-smi {query} failed: {(done.stdout + done.stderr).strip()}")
+        for row in done.stdout.splitlines() if not done.returncode else ():
+            pairs = zip(names, row.split(", "), strict=False)
+            lines.append("; ".join(f"{name} {value}" for name, value in pairs))
+        if not done.returncode and "apps" in query and not done.stdout.strip():
+            lines.append("no other process on the GPUs")
+    return lines
 
 
 def gpu_main(part: Part, around: AbstractContextManager[Any] | None = None) -> int:
@@ -93,7 +158,13 @@ def gpu_main(part: Part, around: AbstractContextManager[Any] | None = None) -> i
     part = replace(part, host=lambda: nullcontext(device))
     path = None if options.dry else options.json or destination(device, part.name)
     print(f"{device.name}, torch {torch.__version__}, triton {triton.__version__}")
-    run = Run(part, 2 if options.dry else options.rounds, options.only, path, {"device": device.name})
+    run = Run(
+        part,
+        2 if options.dry else options.rounds,
+        options.only,
+        path,
+        {"device": device.name, "machine": device.machine()},
+    )
     with around or nullcontext():
         run.measure()
     status = run.finish()

@@ -73,7 +73,7 @@ def measure(case: Case, device: Device, clock: Clock) -> Iterator[Row]:
     ours, theirs = (call().flatten().view(torch.int16) for call in timed.values())
     assert torch.equal(ours, theirs), f"{case.label}: {case.step} and {PEER} differ"
     moved = 2 * ours.nbytes
-    samples = device.times({ROOF: device.roof(moved), **timed}, clock.rounds)
+    samples = device.times({ROOF: device.copies(moved), **timed}, clock.rounds)
     middle = {provider: quantile(times, 0.5) for provider, times in samples.items()}
     local, collective = (seconds * 1e6 for seconds in explain(case.short, shape, case.world).forward.seconds)
     row = figures(

@@ -110,7 +110,9 @@ class Part:
         parser = argparse.ArgumentParser(description=about)
         parser.add_argument("--json", metavar="PATH", help="also write the rows there, with versions")
         parser.add_argument("--rounds", type=int, default=self.rounds)
-        parser.add_argument("--only", default="", help="only cases whose label contains this")
+        parser.add_argument(
+            "--only", nargs="+", default=("",), metavar="TEXT", help="only cases whose label contains a text"
+        )
         return parser
 
     def ratio(self, row: Row) -> float:
@@ -197,7 +199,7 @@ class Run:
 
     part: Part
     rounds: int
-    only: str = ""
+    only: Sequence[str] = ("",)
     path: str | Path | None = None
     more: Mapping[str, Any] = field(default_factory=dict)  # of the results file
     rows: list[Row] = field(default_factory=list)
@@ -208,7 +210,8 @@ class Run:
 
     def measure(self) -> None:
         """Measure the cases that are asked for; one that raises is reported, and the others go on."""
-        cases, started = [case for case in self.part.cases if self.only in _label(case)], time.monotonic()
+        cases = [case for case in self.part.cases if any(text in _label(case) for text in self.only)]
+        started = time.monotonic()
         clock = Clock(self.part, self.rounds)
         with warnings.catch_warnings(), self.part.host() as host:
             warnings.simplefilter("ignore")

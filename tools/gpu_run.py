@@ -1,9 +1,11 @@
-"""A run on a GPU within a total time: ``python tools/gpu_run.py all``, or ``test``, ``nccl``, ``ranks`` alone.
+"""A run on a GPU within a total time: ``python tools/gpu_run.py all``, or the tests of one part alone, as ``nccl``.
 
 ``all`` runs the parts of ``PARTS`` one after the other and keeps their results in one folder. It stops after the tests
-if these fail, because wrong kernels are not worth timing.
+if these fail, because wrong kernels are not worth timing. ``--parts first`` and ``--parts second`` are for a GPU of
+twelve minutes: what tells most, in at most 420 s and 290 s. ``--dry`` runs on a CPU what each part needs: it collects
+the tests, and runs the benchmarks with tiny sizes.
 
-``test``, ``nccl`` and ``ranks`` run pytest, the tests of most worth first. A GPU that met an illegal access answers no
+The parts of ``ORDER`` run pytest, the tests of most worth first. A GPU that met an illegal access answers no
 call of that process any more, and a collective that a rank has left never ends. So pytest runs in a process of its own,
 with this file as its plugin, which writes down every test that begins or ends. A process that dies, or whose test takes
 too long, is replaced by another that goes on with the next test. One line per test function, and every failure, is
@@ -15,8 +17,8 @@ something failed or never ran, 2 without a CUDA device, 3 when nothing failed an
 
 import argparse
 import json
+import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from textwrap import indent
@@ -34,6 +36,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.device import machine
 from bench.timing import results_folder, versions, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,9 +58,6 @@ ORDER = {
     "test": (
         f"{GROUPS}::test_initialize_and_destroy",
         f"{GROUPS}::test_one_rank",
-        f"{KERNELS}::test_dtypes_and_layouts",
-        f"{KERNELS}::test_packs_in_the_order_of_the_wire",
-        f"{KERNELS}::test_split_sizes",
         f"{GROUPS}::test_mappings_of_two_processes",
         f"{LAUNCHES}::test_capture",
         f"{LAUNCHES}::test_capture_of_mappings",
@@ -72,6 +72,12 @@ ORDER = {
         f"{GROUPS}::test_cuda_graphs",
         f"{LAUNCHES}::test_hooks",
         f"{LAUNCHES}::test_accesses_beyond_32_bits",
+        f"{GROUPS}::test_handles_on_a_side_stream",
+    ),
+    "kernels": (
+        f"{KERNELS}::test_dtypes_and_layouts",
+        f"{KERNELS}::test_packs_in_the_order_of_the_wire",
+        f"{KERNELS}::test_split_sizes",
         f"{SEGMENTS}::test_copies_of_any_bits",
         f"{SEGMENTS}::test_segments_of_many_programs",
         f"{SEGMENTS}::test_addresses_of_many_tensors",
@@ -92,7 +98,6 @@ ORDER = {
         f"{ENTROPY}::test_statistics_and_gradient",
         f"{ENTROPY}::test_the_bound_of_both_kernels",
         f"{ENTROPY}::test_edges",
-        f"{GROUPS}::test_handles_on_a_side_stream",
         f"{KERNELS}::test_access_widths",
         f"{KERNELS}::test_eviction_changes_no_bit",
         f"{KERNELS}::test_ragged_rows_and_gaps",
@@ -111,7 +116,7 @@ ORDER = {
     ),
     "ranks": (f"{RANKS}::test_backward_runs_in_the_thread_of_its_rank", f"{RANKS}::test_ranks"),
 }
-BUDGET_S = {"test": 300, "nccl": 170, "ranks": 90}  # later tests are skipped, visibly
+BUDGET_S = {"test": 135, "kernels": 135, "nccl": 170, "ranks": 90}  # later tests are skipped, visibly
 
 
 @dataclass
@@ -375,32 +380,6 @@ def summary(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], int]:
     return lines, LATE_STATUS if LATE in by_reason else PASSED
 
 
-def header() -> list[str]:
-    """The machine: versions, and for every GPU its driver, clocks, power cap, MIG, mode and other processes."""
-    lines = [f"torch {torch.__version__}, CUDA {torch.version.cuda}, HIP {torch.version.hip}"]
-    smi = shutil.which("nvidia-smi")
-    if smi is None:
-        return [*lines, "no nvidia-smi here: driver, clocks, power cap, MIG and other processes are unknown"]
-    fields = ("index", "name", "driver_version", "compute_mode", "mig.mode.current", "clocks.sm", "clocks.max.sm")
-    fields += ("clocks.mem", "power.limit", "power.max_limit", "temperature.gpu", "utilization.gpu")
-    queries = [("--query-gpu", fields), ("--query-compute-apps", ("gpu_uuid", "pid", "process_name", "used_memory"))]
-    for query, names in queries:
-        command = [smi, f"{query}={','.join(names)}", "--format=csv,noheader"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            lines.append(f"nvidia-smi {query} failed: {error}")
-            continue
-        if done.returncode:
-            lines.append(f"nvidia-smi {query} failed: {(done.stdout + done.stderr).strip()}")
-        for row in done.stdout.splitlines() if not done.returncode else ():
-            pairs = zip(names, row.split(", "), strict=False)
-            lines.append("; ".join(f"{name} {value}" for name, value in pairs))
-        if not done.returncode and "apps" in query and not done.stdout.strip():
-            lines.append("no other process on the GPUs")
-    return lines
-
-
 def why_no_device() -> str:
     """torch's own reason why there is no CUDA device."""
     try:
@@ -418,6 +397,7 @@ class Part:
         name: in the summary.
         command: after the interpreter; ``{out}`` stands for the folder of the results.
         limit: seconds after which it is killed.
+        dry: the command of a dry run on a CPU.
         env: more variables.
         decides: later parts run only if this one passes or is out of time.
     """
@@ -425,23 +405,59 @@ class Part:
     name: str
     command: tuple[str, ...]
     limit: int
+    dry: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     decides: bool = False
 
 
 _RUN, _BENCH = "tools/gpu_run.py", "bench/gpu_bench.py"
 _TABLES = "{out}/tables"
+_RAGGED = ("--only", *(f"run {nbytes} world 8" for nbytes in (24, 72, 100, 144, 200, 1023, 1026)))
+_TUNE = ("-m", "tritoncomm", "tune", "--model", "llama3-8b", "--list")
+_SOME = (_BENCH, "--dry", "--only", "run 512 world 8 bfloat16")
 # The limits add up to less than 25 minutes. The benchmark runs twice: with the built-in tiles, then with the table.
 PARTS = (
-    Part("test", (_RUN, "test"), 335, decides=True),
-    Part("nccl", (_RUN, "nccl"), 205),
-    Part("ranks", (_RUN, "ranks"), 125, decides=True),
-    Part("local", ("bench/gpu_ranks.py",), 55),
-    Part("step", ("bench/gpu_step.py",), 60),
-    Part("bench", (_BENCH, "--json", "{out}/gpu_bench.json"), 265),
-    Part("tune", ("-m", "tritoncomm", "tune", "--budget", "150", "--out", _TABLES), 185),
-    Part("tuned", (_BENCH, "--json", "{out}/gpu_bench_tuned.json"), 265, {"TRITONCOMM_TABLE": _TABLES}),
+    Part("test", (_RUN, "test"), 170, (_RUN, "test", "--dry"), decides=True),
+    Part("nccl", (_RUN, "nccl"), 205, (_RUN, "nccl", "--dry")),
+    Part("kernels", (_RUN, "kernels"), 170, (_RUN, "kernels", "--dry"), decides=True),
+    Part("ranks", (_RUN, "ranks"), 125, (_RUN, "ranks", "--dry"), decides=True),
+    Part("local", ("bench/gpu_ranks.py",), 55, ("bench/gpu_ranks.py", "--dry")),
+    Part("step", ("bench/gpu_step.py",), 60, ("bench/gpu_step.py", "--dry")),
+    Part("bench", (_BENCH, "--json", "{out}/gpu_bench.json"), 265, (_BENCH, "--dry")),
+    Part("tune", ("-m", "tritoncomm", "tune", "--budget", "150", "--out", _TABLES), 185, _TUNE),
+    Part("tuned", (_BENCH, "--json", "{out}/gpu_bench_tuned.json"), 265, _SOME, {"TRITONCOMM_TABLE": _TABLES}),
 )
+# Rows of the benchmark alone, which ``all`` measures with the others.
+ROWS_ALONE = (
+    Part(
+        "ragged", (_BENCH, "--rounds", "150", "--json", "{out}/ragged.json", *_RAGGED), 75, (_BENCH, "--dry", *_RAGGED)
+    ),
+    Part("host", (_BENCH, "--json", "{out}/host.json", "--only", "host"), 40, (_BENCH, "--dry", "--only", "host")),
+)
+SHORT = {"first": ("nccl", "ragged", "host", "local"), "second": ("bench",)}
+SHORT_S = {"first": 420, "second": 290}
+
+
+def parts_of(names: Sequence[str]) -> list[Part]:
+    """The parts with these names, where ``first`` and ``second`` name several."""
+    by_name = {part.name: part for part in (*PARTS, *ROWS_ALONE)}
+    chosen = [name for group in names for name in SHORT.get(group, (group,))]
+    return [by_name[name] for name in dict.fromkeys(chosen)]
+
+
+def dry_run(parts: Sequence[Part]) -> int:
+    """Run on a CPU what each part needs; a part that fails here would have failed on the GPU."""
+    ends = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for part in parts:
+            print(f"\n== {part.name}, dry", flush=True)
+            started = time.monotonic()
+            part = replace(part, command=part.dry, limit=300, env={"TRITON_INTERPRET": "1"})
+            status = _run_part(part, Path(folder))
+            ends[part.name] = "ready" if status == PASSED else f"NOT READY: {status}"
+            print(f"{part.name}: {ends[part.name]}, {time.monotonic() - started:.0f} s")
+    print("", *(f"{name:8} {end}" for name, end in ends.items()), sep="\n")
+    return PASSED if set(ends.values()) == {"ready"} else FAILED
 
 
 def run_parts(parts: Sequence[Part], folder: Path) -> int:
@@ -492,21 +508,40 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only test functions whose name contains this")
     parser.add_argument("--budget", type=float, help="seconds after which nothing new starts")
     names = [part.name for part in PARTS]
-    parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="PART", help=" ".join(names))
+    choices = [*names, *(part.name for part in ROWS_ALONE), *SHORT]
+    parser.add_argument("--parts", nargs="+", choices=choices, default=names, metavar="PART", help=" ".join(choices))
+    parser.add_argument("--dry", action="store_true", help="run on a CPU what each part needs")
     options = parser.parse_args()
+    if options.dry:
+        return dry_run(parts_of(options.parts)) if options.run == "all" else collect_tests(options.run)
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("\n".join(header()))
+        print("\n".join(machine()))
         print(f"gpu_run: no CUDA device here, nothing was tested: {why_no_device()}")
         return NO_DEVICE
     name = torch.cuda.get_device_name(0) if options.device == "cuda" else options.device
     if options.run == "all":
         folder = Path(os.environ.get("OUT") or results_folder(name)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        lines = header()
+        lines = machine()
         (folder / "machine.txt").write_text("\n".join(lines) + "\n")
         print("\n".join(lines), flush=True)
-        return run_parts([part for part in PARTS if part.name in options.parts], folder)
+        return run_parts(parts_of(options.parts), folder)
     return run_tests(options.run, name, options.device, options.only, options.budget)
+
+
+def collect_tests(run: str) -> int:
+    """Collect the tests of ``ORDER[run]`` as for a GPU, and run none; the exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        progress = Progress(Path(folder) / "progress")
+        progress.add(asked=list(ORDER[run]))
+        command = [*command_for("cpu", progress, math.inf, EACH_S), "--collect-only"]
+        with _child(command, subprocess.DEVNULL) as child:
+            status = child.wait(300)
+        events = progress.read()
+    problems = [f"{one['test']}: {one['message']}" for one in events.results.values()]
+    problems += [f"{test}: pytest did not collect it" for test in ORDER[run] if test not in events.collected]
+    print(f"{len(events.collected)} of {len(ORDER[run])} test functions collected", *problems, sep="\n")
+    return FAILED if problems or status else PASSED
 
 
 def run_tests(run: str, name: str, device: str, only: str, budget: float | None) -> int:

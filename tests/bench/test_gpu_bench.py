@@ -13,7 +13,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench import gpu_bench, gpu_ranks, gpu_step, guard, report, timing
-from bench.device import GRACE_S, Device, gpu_main
+from bench.device import BLOCK, GRACE_S, Device, gpu_main
 from bench.formulations import PEERS
 from bench.gpu_bench import Case
 from bench.harness import Clock
@@ -100,6 +100,43 @@ def test_a_kernel_that_differs_fails_the_run(
     assert "0 rows" in said
 
 
+class Timed(Device):
+    """A device whose roof takes 10 us, or more by ``spread`` in every second round, and all else 11."""
+
+    def __init__(self, spread: float) -> None:
+        super().__init__(dry=True)
+        self.spread, self.rounds = spread, []
+
+    def times(self, calls: dict[str, Any], rounds: int, is_warm: bool = False) -> dict[str, list[float]]:
+        self.rounds.append(rounds)
+        roof = [10.0, 10.0 + self.spread] * rounds
+        return {name: roof if name == "roof" else [11.0] * len(roof) for name in calls}
+
+
+def test_a_share_near_its_target_is_measured_with_more_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three times the rounds where the spread decides, and no more where it does not."""
+    case = Case("unpack", "run", 4096, 512, 8)
+    monkeypatch.setattr(Case, "has_target", True)
+    for spread, rounds in ((3.0, [2, 4]), (0.0, [2])):
+        device = Timed(spread)
+        (row,) = gpu_bench.measure(case, device, Clock(gpu_bench.PART, 2))
+        assert device.rounds == rounds
+        assert row["target"] == 0.95
+
+
+def test_sums_and_statistics_have_a_roof_of_reads() -> None:
+    device = Device(dry=True)
+    read = device.reads(6 * 4 * BLOCK + 3)
+    read.args[0].fill_(2)
+    assert read().tolist() == [2 * BLOCK] * 6
+    roofs = {}
+    for case in one_of_each():
+        (row,) = gpu_bench.measure(case, device, Clock(gpu_bench.PART, 1))
+        roofs[case.op] = row["roof"]
+        assert row["target"] is None or case.op in gpu_bench.TARGET
+    assert {op for op, roof in roofs.items() if roof == "reads"} == {"reduce", "statistics"}
+
+
 def local_parts(only: str = "") -> list[dict[str, Any]]:
     with ops.path("triton"):
         cases = [case for case in gpu_ranks.CASES if only in case.label]
@@ -137,6 +174,8 @@ def test_the_run_on_a_gpu_fits_its_time() -> None:
     """The limits of the parts of `make gpu`, and the budgets inside them."""
     limits = {part.name: part.limit for part in gpu_run.PARTS}
     assert sum(limits.values()) <= 25 * 60
+    for name, seconds in gpu_run.SHORT_S.items():
+        assert sum(part.limit for part in gpu_run.parts_of([name])) <= seconds
     for name, budget in gpu_run.BUDGET_S.items():
         assert limits[name] > budget + gpu_run.EACH_S / 4
     for part, names in ((gpu_bench.PART, ("bench", "tuned")), (gpu_ranks.PART, ("local",))):

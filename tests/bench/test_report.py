@@ -35,17 +35,27 @@ def test_a_gpu_is_not_measured_until_it_is(tmp_path: Path) -> None:
         len(lines) for lines in (report.GPU_TARGETS, report.GPU_HOST, report.GPU_PEERS, report.GPU_OTHERS)
     )
     rows = [gpu_row("pack", 0.97, 0.95), gpu_row("pack", 0.5, None), gpu_row("unpack", 0.9, 0.95)]
-    for name, us in (("launch", 4.5), ("plan, path and launch", 6.5)):
-        rows.append(timing.figures(f"host, {name}", {"ours": [us] * 10, "copy_": [3.0] * 10}, target_us=5))
+    for name, us in (("launch", 4.5), ("plan, path and launch", 7.5)):
+        rows.append(timing.figures(f"host, {name}", {"ours": [us] * 10, "floor": [3.0] * 10, "copy_": [3.0] * 10}))
     content = {"versions": {"torch": "2"}, "rows": rows}
     timing.write_json(tmp_path / "nvidia-x" / "gpu_bench.json", content)
     page = report.page(tmp_path)
-    assert "| 0.95 of the roof | nvidia-x: 0.97 (pack 64 MiB) |" in page
-    assert "| 0.95 of the roof | nvidia-x: 0.90 (unpack 64 MiB), missed |" in page
+    assert "| 0.95 of the roof | nvidia-x: 0.97 ± 0.00 (pack 64 MiB) |" in page
+    assert "| 0.95 of the roof | nvidia-x: 0.90 ± 0.00 (unpack 64 MiB), 1 of 1 rows missed |" in page
     assert "| 0.90 of the roof | not measured |" in page
-    assert "| host time of a call: launch | 5 us | nvidia-x: 4.5 us |" in page
-    assert "| host time of a call: plan, path and launch | 6 us | nvidia-x: 6.5 us, missed |" in page
+    assert "launch | 2 us above the launcher's own | nvidia-x: 1.5 us above 3.0 |" in page
+    assert "plan, path and launch | 4 us above the launcher's own | nvidia-x: 4.5 us above 3.0, missed |" in page
+    slower = page.partition("A peer is faster on nvidia-x in these 2 of 5 comparisons:")[2].partition("\n## ")[0]
+    assert slower.count("`copy_`") == slower.count("| host, ") == 2
     assert "share of the roof" in page.split("## nvidia-x/gpu_bench")[1]
+
+
+def test_a_target_is_missed_by_more_than_the_spread() -> None:
+    """A share that is below its target by less than its own spread decides nothing."""
+    row = gpu_row("pack", 0.94, 0.95)
+    assert report.misses_roof(row)
+    assert not report.misses_roof(row | {"spread": {"roof": 0.02}})
+    assert not report.misses_roof(row | {"target": None})
 
 
 def test_mappings_that_communicate_have_means_of_their_own(tmp_path: Path) -> None:

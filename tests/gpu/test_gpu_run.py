@@ -14,6 +14,8 @@ from typing import Any
 import gpu_run
 import pytest
 
+from bench import device
+
 ROOT = Path(__file__).parents[2]
 CONFTEST = """
 import gpu_run, pytest
@@ -160,7 +162,7 @@ def test_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 SMI = """#!/bin/sh
 case "$1" in
   --query-gpu*)
-    echo "0, NVIDIA H100, 550.54, Exclusive_Process, Disabled, 1980 MHz, 1980 MHz, 2619 MHz, 650 W, 700 W, 31, 4 %" ;;
+    echo "0, NVIDIA H100, 550.54, Exclusive_Process, Disabled, 1980 MHz, 1980 MHz, 9 MHz, 9 W, 650 W, 700 W, 31, 4 %" ;;
   --query-compute-apps*) [ -z "$BUSY" ] || echo "GPU-1, 4711, python, 512 MiB" ;;
 esac
 """
@@ -170,18 +172,24 @@ def test_the_header_has_the_state_of_the_gpu(tmp_path: Path, monkeypatch: pytest
     smi = tmp_path / "nvidia-smi"
     smi.write_text(SMI)
     smi.chmod(0o755)
-    monkeypatch.setattr(gpu_run.shutil, "which", lambda _: str(smi))
-    header = "\n".join(gpu_run.header())
+    monkeypatch.setattr(device.shutil, "which", lambda _: str(smi))
+    header = "\n".join(device.machine())
     for text in ("driver_version 550.54", "compute_mode Exclusive_Process", "mig.mode.current Disabled"):
         assert text in header
-    for text in ("clocks.sm 1980 MHz", "power.limit 650 W", "power.max_limit 700 W", "no other process"):
+    for text in (
+        "clocks.sm 1980 MHz",
+        "power.draw 9 W",
+        "power.limit 650 W",
+        "power.max_limit 700 W",
+        "no other process",
+    ):
         assert text in header
     monkeypatch.setenv("BUSY", "1")
-    assert "process_name python; used_memory 512 MiB" in "\n".join(gpu_run.header())
+    assert "process_name python; used_memory 512 MiB" in "\n".join(device.machine())
     smi.write_text("#!/bin/sh\necho no driver; exit 9\n")
-    assert "failed: no driver" in "\n".join(gpu_run.header())
-    monkeypatch.setattr(gpu_run.shutil, "which", lambda _: None)
-    assert "no nvidia-smi" in "\n".join(gpu_run.header())
+    assert "failed: no driver" in "\n".join(device.machine())
+    monkeypatch.setattr(device.shutil, "which", lambda _: None)
+    assert "no nvidia-smi" in "\n".join(device.machine())
 
 
 def test_every_test_of_the_device_has_its_place_in_the_order() -> None:
@@ -194,6 +202,23 @@ def test_every_test_of_the_device_has_its_place_in_the_order() -> None:
         if "device" in [argument.arg for argument in node.args.args]
     }
     assert tests == {test for tests in gpu_run.ORDER.values() for test in tests}
+
+
+def test_a_dry_run_needs_what_the_parts_need(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A test that is gone, or a benchmark that does not start, is found without a GPU."""
+    monkeypatch.setattr(sys, "argv", ["gpu_run.py", "all", "--dry", "--parts", "nccl", "ranks", "host"])
+    assert gpu_run.main() == 0
+    printed = capfd.readouterr().out
+    assert len(re.findall(r"^(nccl|ranks|host) +ready$", printed, re.MULTILINE)) == 3
+    assert "5 of 5 test functions collected" in printed
+    monkeypatch.setitem(gpu_run.ORDER, "ranks", ("tests/gpu/test_ranks.py::test_gone",))
+    assert gpu_run.collect_tests("ranks") == gpu_run.FAILED
+    assert "test_gone: pytest did not collect it" in capfd.readouterr().out
+    (host,) = gpu_run.parts_of(["host"])
+    assert gpu_run.dry_run([gpu_run.replace(host, dry=(*host.dry, "--no-such-option"))]) == gpu_run.FAILED
+    assert "host     NOT READY: 2" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(("name", "only"), [("test", "test_p2p"), ("ranks", "backward")])
