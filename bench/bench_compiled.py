@@ -3,8 +3,8 @@
 ``torch.compile(fullgraph=True)`` makes one graph of a layer: two mappings with a GELU or a matrix product between them,
 a product before and a sum after. The process group is a no-op, so a call is inductor's kernels and the host's work.
 Times are CPU times of the one thread that runs. Subnormal numbers, which unwritten memory may hold, count as zeros:
-they would slow down single calls. "By hand" is plain torch of ``bench/by_hand.py``. A pass is a kernel, a copy or a
-matrix product that inductor's output code calls.
+they would slow down single calls. "By hand" is plain torch of ``tritoncomm/bench/by_hand.py``. A pass is a kernel, a
+copy or a matrix product that inductor's output code calls.
 ``python bench/bench_compiled.py`` prints the table; ``--json PATH`` writes it with versions. Needs a C++ compiler.
 """
 
@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import gelu
 
-from bench import by_hand
 from bench.guard import COUNTED, row_target
 from bench.harness import Clock, Row, Samples
 from bench.hosts import megatron_part, missing_megatron, no_op_group, peer, run_backward
 from bench.timing import quiet_host
 from tritoncomm import mappings
+from tritoncomm.bench import by_hand
 
 __all__ = ["CASES", "Case", "Compiled", "compiled", "host", "layer", "missing", "passes"]
 

@@ -5,9 +5,10 @@ Megatron overwrites the input of ``reduce_from`` and the gradient of ``copy_to``
 ``overwrite_inputs``, in the rows that say so. Without it ours makes a copy first: these rows are listed apart, without
 a limit and in no mean.
 
-"By hand" is plain torch, an ``autograd.Function`` over ``torch.distributed`` (``bench/by_hand.py``). It checks nothing
-and counts nothing. A no-op group answers at once, where a real backend has to enqueue. "enqueue" is the host time of
-the row's collectives on a Gloo group of one rank, started and not waited for. A ratio "with enqueue" adds it to both.
+"By hand" is plain torch, an ``autograd.Function`` over ``torch.distributed`` (``tritoncomm/bench/by_hand.py``). It
+checks nothing and counts nothing. A no-op group answers at once, where a real backend has to enqueue. "enqueue" is the
+host time of the row's collectives on a Gloo group of one rank, started and not waited for. A ratio "with enqueue" adds
+it to both.
 ``python bench/bench_mappings.py`` prints the table; ``--json PATH`` writes it with versions.
 """
 
@@ -21,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from bench import by_hand
 from bench.guard import mean_target, row_target
 from bench.harness import Clock, Row
 from bench.hosts import cpu_device, enqueue, megatron_part, no_op_group, peer, run_backward
 from tritoncomm import mappings
+from tritoncomm.bench import by_hand
 from tritoncomm.explain import explain
 
 WORLD = 4

@@ -17,6 +17,7 @@ __all__ = ["PAGE", "communicating", "page"]
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
+LIBRARY = HERE.parent / "tritoncomm" / "bench" / "__init__.py"
 NOT_MEASURED = "not measured"
 COPIED = "copied"  # the end of a mode in which ours copies more than the peer
 
@@ -38,6 +39,7 @@ same work. Both are measured in one process, in rounds in which every provider t
 - A row fails in `make bench` above its limit, or above its ratio here by more than 10 % and the spread. It is
   measured again before it fails. The second rule holds only on the processor model that the figures were made on (`cpu`
   in the versions); figures without a `cpu` are no baseline.
+- `tritoncomm bench --ranks N` measures exchanges between the ranks of your machine, without a clone.
 - `make bench-against BASE=<commit>` compares two commits on any machine.
 - A *no-op process group* answers every collective at once and moves no data. Times over it are the host's work: Python,
   autograd, and the calls into the backend. They say nothing about how fast data moves.
@@ -88,7 +90,7 @@ GPU_PEERS = (
     ("torch.compile of DTensor's way", "compiled"),
 )
 GPU_FASTER, GPU_NEAR = 1.5, 0.95  # so many times as fast as a peer, or so near to the roof; never slower
-GPU_OTHERS = ("mappings end to end over NCCL, and hops over NCCL",)
+EXCHANGES = "exchanges"  # the file of `tritoncomm bench`
 
 
 def page(results: Path = RESULTS) -> str:
@@ -193,7 +195,14 @@ def _gpu(files: dict[str, dict[str, Any]]) -> list[str]:
         f"| pack and unpack against {whose}, `{peer}` | {target} | {_against(devices, peer)} |"
         for whose, peer in GPU_PEERS
     ]
-    lines += [f"| {what} | | {NOT_MEASURED} |" for what in GPU_OTHERS]
+    exchanges = {
+        name.split("/")[0]: rows_of(found)
+        for name, found in files.items()
+        if name.endswith(f"/{EXCHANGES}") and found["backend"] == "nccl"
+    }
+    target = "never slower than Megatron-LM's way"
+    lines.append(f"| mappings, sums and hops end to end over NCCL | {target} | {_by_device(exchanges, _exchanged)} |")
+    lines += ["", PLACE] * (not exchanges)
     for device, rows in devices.items():
         lines += _slower(device, rows)
     return ["\n".join(lines) + "\n"]
@@ -223,6 +232,14 @@ def above_floor(row: dict[str, Any]) -> float:
 
 
 Rows = list[dict[str, Any]]
+PLACE = """`tritoncomm bench --ranks 8 --json exchanges.json` measures the last line on a machine with 8 GPUs, in five
+minutes. This page shows its file from `bench/results/<device>/`."""
+
+
+def _exchanged(rows: Rows) -> str:
+    """The exchange that is slowest against plain torch."""
+    worst = max((row for row in rows if "plain" in row["ratio"]), key=lambda row: row["ratio"]["plain"])
+    return f"{_ratio(worst, 'plain')} of its time ({worst['row']})"
 
 
 def _by_device(devices: dict[str, Rows], line: Callable[[Rows], str]) -> str:
@@ -279,7 +296,8 @@ def _section(name: str, content: dict[str, Any]) -> str:
     rows = rows_of(content)
     versions = ", ".join(f"{key} {value}" for key, value in content["versions"].items())
     runs = f"; the median of {content['runs']} runs" if content.get("runs", 1) > 1 else ""
-    made = f"Measured with {versions}{runs}. Unit: {content.get('unit', 'microseconds')}."
+    ranks = f" {content['ranks']} ranks over {content['backend']}, {content['dtype']}." if "ranks" in content else ""
+    made = f"Measured with {versions}{runs}.{ranks} Unit: {content.get('unit', 'microseconds')}."
     tables = [line for some in _by_operation(rows) for line in (*_table(some), "")]
     return "\n".join([f"## {name}", "", _about(name.split("/")[1]), "", made, "", *tables])
 
@@ -294,9 +312,9 @@ def _by_operation(rows: Rows) -> list[Rows]:
 
 def _about(part: str) -> str:
     """The docstring of the benchmark that wrote these results."""
-    for path in sorted(HERE.glob("*.py")):
+    for path in (*sorted(HERE.glob("*.py")), *([LIBRARY] if part == EXCHANGES else ())):
         text = path.read_text()
-        if path.stem == part or f'name="{part}"' in text:
+        if path in (HERE / f"{part}.py", LIBRARY) or f'name="{part}"' in text:
             told = ast.get_docstring(ast.parse(text)) or ""
             return told.replace("``", "`")
     return ""

@@ -2,12 +2,11 @@
 
 import gc
 import json
-import math
 import platform
 import shutil
 import subprocess
 import timeit
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tritoncomm.bench.samples import figures, geometric_mean, quantile, spread
 
 __all__ = [
     "cpu",
@@ -28,8 +29,6 @@ __all__ = [
     "versions",
     "write_json",
 ]
-
-GROUPS = 10
 
 
 @contextmanager
@@ -65,42 +64,6 @@ def interleaved(calls: Sequence[Callable[[], Any]], rounds: int = 200, inner: in
             samples[i].append(timers[i].timeit(inner) / inner * 1e6)
         order.reverse()
     return samples
-
-
-def quantile(samples: Sequence[float], q: float) -> float:
-    """The sample that a share ``q`` of all samples does not exceed."""
-    ordered = sorted(samples)
-    return ordered[min(int(q * len(ordered)), len(ordered) - 1)]
-
-
-def spread(ours: Sequence[float], theirs: Sequence[float], groups: int = GROUPS) -> float:
-    """Spread of the ratio of the two within a run: p80 - p20 of the ratios of groups of neighbouring rounds."""
-    size = max(1, len(ours) // groups)
-    starts = range(0, len(ours) - size + 1, size)
-    ratios = [quantile(ours[i : i + size], 0.2) / quantile(theirs[i : i + size], 0.2) for i in starts]
-    return quantile(ratios, 0.8) - quantile(ratios, 0.2)
-
-
-def figures(
-    row: str, samples: Mapping[str, Sequence[float]], uncompared: Collection[str] = (), **more: Any
-) -> dict[str, Any]:
-    """One row of a results file from samples by provider: ``us`` of each, ``ratio`` and ``spread`` to every peer.
-
-    A ratio is ours at p20 over the peer's at p20. Providers in ``uncompared`` get none.
-    """
-    ours = samples["ours"]
-    us = {
-        name: {key: round(quantile(times, q), 3) for key, q in (("p20", 0.2), ("median", 0.5), ("p80", 0.8))}
-        for name, times in samples.items()
-    }
-    peers = {name: times for name, times in samples.items() if name not in ("ours", *uncompared)}
-    ratio = {name: round(quantile(ours, 0.2) / quantile(times, 0.2), 3) for name, times in peers.items()}
-    wander = {name: round(spread(ours, times), 3) for name, times in peers.items()}
-    return {"row": row, "us": us, "ratio": ratio, "spread": wander, **more}
-
-
-def geometric_mean(ratios: Sequence[float]) -> float:
-    return math.exp(sum(math.log(ratio) for ratio in ratios) / len(ratios))
 
 
 def versions(*packages: str) -> dict[str, str]:

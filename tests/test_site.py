@@ -69,8 +69,8 @@ def directives(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 INTERNAL = {
-    "__main__", "cli", "core", "demo", "doctor", "errors", "explain", "integrations", "parsing", "record", "runtime",
-    "tune", "variables",
+    "__main__", "bench", "cli", "core", "demo", "doctor", "errors", "explain", "integrations", "parsing", "record",
+    "runtime", "tune", "variables",
 }  # fmt: skip
 
 

@@ -9,8 +9,9 @@ from pool import Pool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from bench import bench_mappings, by_hand
+from bench import bench_mappings
 from tritoncomm import mappings
+from tritoncomm.bench import by_hand
 
 WORLD = bench_mappings.WORLD
 EVEN = [case for case in bench_mappings.CASES if case.note != "split sizes"]

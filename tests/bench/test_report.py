@@ -32,7 +32,7 @@ def test_every_row_is_on_the_page() -> None:
 def test_a_gpu_is_not_measured_until_it_is(tmp_path: Path) -> None:
     nothing = report.page(tmp_path)
     assert nothing.count(f"{report.NOT_MEASURED} |") == sum(
-        len(lines) for lines in (report.GPU_TARGETS, report.GPU_HOST, report.GPU_PEERS, report.GPU_OTHERS)
+        len(lines) for lines in (report.GPU_TARGETS, report.GPU_HOST, report.GPU_PEERS, [report.EXCHANGES])
     )
     rows = [gpu_row("pack", 0.97, 0.95), gpu_row("pack", 0.5, None), gpu_row("unpack", 0.9, 0.95)]
     for name, us in (("launch", 4.5), ("plan, path and launch", 7.5)):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.multiprocessing as multiprocessing
+from checkouts import checkout
 from jobs import run_job
 from typer.testing import CliRunner
 
@@ -21,12 +22,6 @@ from tritoncomm.demo import DemoError, Outcome, Settings, run
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"steps": 3, "layers": 1, "hidden": 32, "sequence": 16, "batch": 2}
-
-
-def checkout() -> dict[str, str]:
-    """The environment in which this checkout is imported, installed or not."""
-    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ except ImportError as error:
 from tritoncomm_kernels import installed_triton
 
 from tritoncomm import __version__, launchers
-from tritoncomm.cli import demo, doctor, plan, trace, tune, verify
+from tritoncomm.cli import bench, demo, doctor, plan, trace, tune, verify
 from tritoncomm.cli._console import refuse, say, terminal, unwrapped
 from tritoncomm.errors import GroupError
 
@@ -39,9 +39,10 @@ def _about(
     """A communication layer for tensor, sequence and pipeline parallel training.
 
     Start with `demo` to see it train, `doctor` to see what a machine has, `plan` to see what a mapping costs. Under
-    torchrun, mpirun or srun a command runs once, on rank 0, and `doctor` once on every node.
+    torchrun, mpirun or srun a command runs once, on rank 0, `doctor` once on every node, and `bench` on every rank.
     """
-    _run_once(context.invoked_subcommand or "")
+    if context.invoked_subcommand != "bench":  # it measures the ranks of the job
+        _run_once(context.invoked_subcommand or "")
 
 
 def _run_once(command: str) -> None:
@@ -71,14 +72,9 @@ for _command, _epilog, _class in (
     (doctor.doctor, doctor.EPILOG, None),
     (trace.trace, trace.EPILOG, None),
     (verify.verify, verify.EPILOG, verify.Command),
+    (bench.bench, bench.EPILOG, None),
 ):
     app.command(cls=_class, help=unwrapped(_command.__doc__), epilog=_epilog)(_command)
-
-
-@app.command("bench", hidden=True, add_help_option=False, context_settings={"ignore_unknown_options": True})
-def _bench(_arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-    """Name the command of a clone that runs the benchmarks."""
-    raise refuse(ValueError("the benchmarks are in a clone of the repository: run `python -m bench` there"))
 
 
 def main() -> None:

@@ -126,22 +126,27 @@ def exchange_rows(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Forward: identity. Backward: all-reduce."""
     return ByHand.apply(x, group, identity, all_reduce)
 
 
 def reduce_from_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Forward: all-reduce. Backward: identity."""
     return ByHand.apply(x, group, all_reduce, identity)
 
 
 def scatter_to_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Forward: this rank's columns. Backward: all-gather of columns."""
     return ByHand.apply(x, group, split_last, gather_last)
 
 
 def gather_from_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Forward: all-gather of columns. Backward: this rank's columns."""
     return ByHand.apply(x, group, gather_last, split_last)
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Forward: this rank's rows. Backward: all-gather of rows."""
     return ByHand.apply(x, group, split, gather)
 
 
@@ -151,6 +156,7 @@ def gather_from_sequence_parallel_region(
     group: ProcessGroup | None = None,
     output_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
+    """Forward: all-gather of rows. Backward: reduce-scatter of rows, or this rank's rows."""
     if output_split_sizes is not None:
         return ByHand.apply(x, group, gather_sizes, reduce_scatter_sizes, output_split_sizes)
     return ByHand.apply(x, group, gather, reduce_scatter if tensor_parallel_output_grad else split)
@@ -159,16 +165,19 @@ def gather_from_sequence_parallel_region(
 def reduce_scatter_to_sequence_parallel_region(
     x: Tensor, group: ProcessGroup, input_split_sizes: Sequence[int] | None = None
 ) -> Tensor:
+    """Forward: reduce-scatter of rows. Backward: all-gather of rows."""
     if input_split_sizes is not None:
         return ByHand.apply(x, group, reduce_scatter_sizes, gather_sizes, input_split_sizes)
     return ByHand.apply(x, group, reduce_scatter, gather)
 
 
 def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Forward: all-gather of columns. Backward: reduce-scatter of columns."""
     return ByHand.apply(x, group, gather_last, reduce_scatter_last)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Forward: reduce-scatter of columns. Backward: all-gather of columns."""
     return ByHand.apply(x, group, reduce_scatter_last, gather_last)
 
 
@@ -178,12 +187,15 @@ def all_to_all(
     output_split_sizes_: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
+    """Forward: all-to-all of rows. Backward: the inverse."""
     return ByHand.apply(x, group, exchange, exchange, output_split_sizes_, input_split_sizes)
 
 
 def all_to_all_sp2hp(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Forward: all-to-all, columns for rows. Backward: the inverse."""
     return ByHand.apply(x, group, exchange_columns, exchange_rows)
 
 
 def all_to_all_hp2sp(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Forward: all-to-all, rows for columns. Backward: the inverse."""
     return ByHand.apply(x, group, exchange_rows, exchange_columns)
