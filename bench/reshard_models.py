@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.kept import keep
 from tritoncomm.core.cost import DEFAULTS
 from tritoncomm.reshard.api import BUCKET_BYTES
 from tritoncomm.reshard.layout import Layout
@@ -262,9 +263,9 @@ def row(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the table."""
-    print(f"| {' | '.join(_COLUMNS)} |")
-    print("|---|" + "---:|" * (len(_COLUMNS) - 1))
+    """Print the table, and keep it."""
+    table = [f"| {' | '.join(_COLUMNS)} |", "|---|" + "---:|" * (len(_COLUMNS) - 1)]
+    print(*table, sep="\n")
     for case in CASES:
         r = row(case)
         cells = [
@@ -275,7 +276,9 @@ def main() -> None:
             *(f"{r[name]:,}" for name in ("all_operations", "operations")),
             *("refused" if r[name] is None else f"{r[name] / 1e9:,.0f}" for name in ("m2n", "m2n_batches", "full")),
         ]
-        print(f"| {case} | {' | '.join(cells)} |", flush=True)
+        table.append(f"| {case} | {' | '.join(cells)} |")
+        print(table[-1], flush=True)
+    keep("reshard_models", table)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import tracemalloc
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.kept import keep
 from bench.reshard_models import Case, items_of
 from tritoncomm.reshard.api import BUCKET_BYTES
 from tritoncomm.reshard.planner import plan_transfers
@@ -92,22 +93,24 @@ def picture(points: dict[str, dict[int, Point]]) -> str:
 
 
 def main() -> None:
-    """Measure all points, each in a process of its own; print the table and write the picture."""
+    """Measure all points, each in a process of its own; print the table, keep it and write the picture."""
     if sys.argv[1:2] == ["--one"]:
         print(json.dumps(measured(sys.argv[2], int(sys.argv[3]))))
         return
-    print("| model | ranks | layouts s | plan s | memory MiB | blocks | buckets |\n|---|" + "---:|" * 6)
+    table = ["| model | ranks | layouts s | plan s | memory MiB | blocks | buckets |", "|---|" + "---:|" * 6]
+    print(*table, sep="\n")
     points: dict[str, dict[int, Point]] = {}
     for model, sizes in CURVES.items():
         for ranks in sizes:
             command = [sys.executable, __file__, "--one", model, str(ranks)]
             output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
             point = points.setdefault(model, {})[ranks] = Point(*json.loads(output))
-            print(
+            table.append(
                 f"| {NAMES[model]} | {ranks:,} | {point.layouts:.2f} | {point.plan:.2f} | {point.mebibytes:.0f} | "
-                f"{point.blocks:,} | {point.buckets} |",
-                flush=True,
+                f"{point.blocks:,} | {point.buckets} |"
             )
+            print(table[-1], flush=True)
+    keep("reshard_scale", table)
     PICTURE.write_text(picture(points))
 
 

@@ -171,6 +171,28 @@ def test_bad_arguments_are_one_line(arguments: tuple[str, ...], words: str) -> N
     assert len(result.stderr.splitlines()) == 1 or "Usage:" in result.stderr
 
 
+def test_blocks_off_16_bytes_are_told() -> None:
+    """In the table's words and in JSON; nothing is said of a plain shape."""
+    told = run(
+        "plan",
+        "all_to_all_dims",
+        "--dim",
+        "1,0",
+        "--shape",
+        "7,16",
+        "--world",
+        "2",
+        "--sizes",
+        "11,5",
+        "--out-sizes",
+        "7,3",
+    )
+    assert "all-to-all: blocks of ranks 1 start at no multiple of 16 bytes" in told.output
+    plain = run("plan", "sp2hp", "--shape", "8,64", "--world", "2")
+    assert "multiple of 16" not in plain.output
+    assert json.loads(run("plan", "sp2hp", "--shape", "7,5", "--world", "1", "--json").output)["forward"]["steps"] == []
+
+
 def test_small_sizes_are_shown_in_a_unit_that_shows_them() -> None:
     for shape, unit, amount in (("8,8", "bytes", "256"), ("128,128", "KiB", "64.000")):
         assert amount in run("plan", "sp2hp", "--shape", shape, "--world", "2").output.partition(unit)[2]

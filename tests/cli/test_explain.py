@@ -1,6 +1,7 @@
 """What `explain` tells is what `record` counts for the real call; times and projections follow their formulas."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from tritoncomm_kernels import tables
 
 from tritoncomm import mappings, record
 from tritoncomm.core import ops
+from tritoncomm.core.cost import DEFAULTS
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.explain import OPS, cost, explain
+from tritoncomm.explain.steps import Call as StepsCall
 from tritoncomm.explain.steps import Movement
 
 DIMS = {"all_to_all_dims": ((2, 1), (0, 2), (1, 0)), "all_gather": ((0,), (2,)), "reduce_scatter": ((1,),)}
@@ -311,3 +314,42 @@ def test_a_device_that_is_here_is_known(monkeypatch: pytest.MonkeyPatch) -> None
     for name, value in (("is_available", True), ("device_count", 1), ("get_device_name", "NVIDIA Z")):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     assert explain("sp2hp", (64, 64), 8, device="NVIDIA Z").device == "NVIDIA Z"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "sizes"),
+    [
+        ((7, 16), torch.bfloat16, (11, 5)),
+        ((5, 130), torch.bfloat16, (64, 66)),
+        ((3, 6), torch.bfloat16, (3, 3)),
+        ((4, 66), torch.bool, (33, 33)),
+        ((3, 12), torch.float32, (4, 8)),
+        ((8, 1026), torch.bfloat16, (513, 513)),
+        ((4, 9), torch.uint8, (4, 0, 5)),
+        ((4, 24), torch.uint8, (1, 22, 1)),
+    ],
+    ids=str,
+)
+def test_blocks_that_nccl_copies_by_bytes_are_named(
+    shape: tuple[int, ...], dtype: torch.dtype, sizes: tuple[int, ...]
+) -> None:
+    """The blocks of the wire that a pack of this tensor makes, whose addresses are no multiple of 16."""
+    world = len(sizes)
+    wire = ops.pack(torch.zeros(shape, dtype=dtype), 1, world, sizes)[0]
+    starts = [shape[0] * sum(sizes[:rank]) * dtype.itemsize for rank in range(world)]
+    assert starts[-1] + shape[0] * sizes[-1] * dtype.itemsize == wire.nbytes
+    expected = tuple(rank for rank in range(world) if sizes[rank] and starts[rank] % 16)
+    call = StepsCall((), world, dtype, "cuda", None, DEFAULTS["cuda"], False)
+    assert call.misaligned((shape, 1, sizes)) == call.misaligned((shape, -1, sizes)) == expected
+    assert replace(call, kind="cpu").misaligned((shape, 1, sizes)) == ()
+
+
+def test_a_plan_says_which_blocks_are_misaligned() -> None:
+    """Sent or received, forward and backward; none of a plain shape, and no other collective."""
+    plan = explain("all_to_all_dims", (7, 16), 2, dims=(1, 0), sizes=(8, 8), out_sizes=(7, 3))
+    assert plan.backward is not None
+    found = {step.name: step.misaligned for step in (*plan.forward.steps, *plan.backward.steps)}
+    assert found == {"pack": (), "all-to-all": (), "unpack": ()}
+    odd = explain("all_to_all_dims", (7, 10), 2, dims=(1, 0), sizes=(5, 5), out_sizes=(7, 3))
+    assert [step.misaligned for step in odd.forward.steps] == [(), (1,), ()]
+    assert all(step.misaligned == () for step in explain("gather_sp", (7, 5), 2).forward.steps)

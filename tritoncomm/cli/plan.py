@@ -173,6 +173,10 @@ def _show(explanation: Explanation, console: Console) -> None:
         for step in one.steps:
             if step.tile:
                 say(console, f"  {step.name}: tile {step.tile} ({step.origin})")
+            if step.misaligned:
+                ranks = ", ".join(map(str, step.misaligned))
+                say(console, f"  {step.name}: blocks of ranks {ranks} start at no multiple of 16 bytes:")
+                say(console, "    NCCL copies them by single bytes (read in 2.28's source, not timed)")
     say(console, f"predicted, not measured: {explanation.rates}")
     if not explanation.projection:
         return

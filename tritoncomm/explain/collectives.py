@@ -84,7 +84,8 @@ def rows(shape: Ints, dims: Ints, call: Call) -> Steps:
     what = f"{list(shape)}, rows in rank order"
     if planned.recv_sizes:
         what = f"rows {list(planned.send_sizes)} to the ranks, {list(planned.recv_sizes)} from them"
-    sent = call.collective("all-to-all", what, planned.bytes_sent, planned.bytes_received)
+    misaligned = call.misaligned((shape, 0, planned.send_sizes), (planned.shape, 0, planned.recv_sizes))
+    sent = call.collective("all-to-all", what, planned.bytes_sent, planned.bytes_received, misaligned)
     return [*call.flat(shape), sent], planned.shape
 
 
@@ -97,7 +98,8 @@ def all_to_all(shape: Ints, dims: Ints, call: Call) -> Steps:
     if send is not None and recv is not None:
         ends = f"dim {scatter_dim % len(shape)} to the ranks", f"dim {gather_dim % len(shape)} from them"
         what = f"{list(send)} of {ends[0]}, {list(recv)} of {ends[1]}"
-    sent = call.collective("all-to-all", what, planned.bytes_sent, planned.bytes_received)
+    misaligned = call.misaligned((shape, scatter_dim, send), (planned.shape, gather_dim, recv))
+    sent = call.collective("all-to-all", what, planned.bytes_sent, planned.bytes_received, misaligned)
     return [call.pack(shape, scatter_dim, send), sent, call.unpack(planned.shape, gather_dim, recv)], planned.shape
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -11,7 +12,7 @@ from tritoncomm_kernels.config import config_for, crossover_of, origin_of
 from tritoncomm import record
 from tritoncomm.core import backend, ops
 from tritoncomm.core.cost import Rates, collective_seconds, pass_seconds
-from tritoncomm.core.plan import Ints
+from tritoncomm.core.plan import Ints, resized
 from tritoncomm.core.split import Split, split_by
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.parsing import dtype_name
@@ -29,6 +30,8 @@ class Step:
         what: the shapes, in words.
         bytes_copied: bytes read plus written by a local pass.
         tile, origin: the kernel's tile and its source, empty without a kernel.
+        misaligned: of an all-to-all over NCCL, the ranks whose block starts at no multiple of 16 bytes, sent or
+            received. NCCL (2.28) copies such a block by single bytes, others by 16.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Step:
     seconds: float
     tile: str = ""
     origin: str = ""
+    misaligned: Ints = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +139,24 @@ class Call:
         """Return a pass that reads and writes ``copied`` bytes; a view if none."""
         return Step(name, path if copied else "view", what, copied, 0, pass_seconds(copied, self.rates), tile, origin)
 
-    def collective(self, name: str, what: str, bytes_sent: int, bytes_received: int = 0) -> Step:
+    def collective(self, name: str, what: str, bytes_sent: int, bytes_received: int = 0, misaligned: Ints = ()) -> Step:
         """Return a collective, which this rank enters with that many bytes."""
         seconds = collective_seconds(name, bytes_sent, self.world, self.rates, bytes_received)
-        return Step(name, "backend", what, 0, bytes_sent, seconds)
+        return Step(name, "backend", what, 0, bytes_sent, seconds, misaligned=misaligned)
+
+    def misaligned(self, *blocks: tuple[Ints, int, Ints | None]) -> Ints:
+        """Return the ranks whose block starts at no multiple of 16 bytes, in any buffer; none on CPUs.
+
+        Args:
+            blocks: of a buffer its shape, the dim along which it is split, and the size of the dim on each rank.
+        """
+        found: set[int] = set()
+        for shape, dim, sizes in blocks if self.kind == "cuda" else ():
+            parts = sizes or (shape[dim] // self.world,) * self.world
+            slab = self.nbytes(resized(shape, dim, 1))
+            ends = accumulate((part * slab for part in parts), initial=0)
+            found |= {rank for rank, (start, part) in enumerate(zip(ends, parts, strict=False)) if part and start % 16}
+        return tuple(sorted(found))
 
     def flat(self, shape: Ints) -> list[Step]:
         """Return the copy that makes the input contiguous; nothing where it is."""

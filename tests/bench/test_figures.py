@@ -1,0 +1,161 @@
+"""Figures on the pages: each is computed from a committed file, or asserted by a test that this file names."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tritoncomm_kernels.copy import _is_in_wire_order
+
+from bench import kept, report
+
+DOCS = report.PAGE.parent
+README = DOCS.parent / "README.md"
+PAGES = [README, *sorted(DOCS.glob("*.md")), *sorted((DOCS / "architecture").glob("*.md"))]
+GENERATED = {"benchmarks.md", "machine_code.md", "compatibility.md"}  # whole pages, compared by tests of their own
+FIGURE = re.compile(r"(?<![\w.])\d{1,2}\.\d{2,}(?![\w.]|\.\d)")
+VERSIONS = {f"{major}.{minor}" for major, minors in {
+    0: range(16, 21), 1: (15, 16), 2: range(11, 31), 3: range(11, 15), 5: (23, 24),
+}.items() for minor in minors}  # fmt: skip
+H100 = "nvidia-h100-80gb-hbm3"
+
+
+def rows(*path: str) -> list[dict[str, Any]]:
+    return json.loads((report.RESULTS.joinpath(*path)).read_text())["rows"]
+
+
+def span(values: Iterable[float]) -> str:
+    """``smallest to largest``, as a page says it."""
+    values = list(values)
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+def kernels_of(op: str, dtype: str = "torch.bfloat16") -> list[dict[str, Any]]:
+    """Rows of an H100 of an operation, whose elements keep their dtype."""
+    found = [row for row in rows(H100, "gpu_bench.json") if row.get("case", {}).get("op") == op]
+    return [row for row in found if row["case"]["dtype"] == row["case"]["out_dtype"] == dtype]
+
+
+def copies() -> str:
+    """Shares of the roof of packs and unpacks of 64 MiB and more, in runs of 64 bytes and more."""
+    found = [
+        row for op in ("pack", "unpack") for row in rows(H100, "gpu_bench.json") if row.get("case", {}).get("op") == op
+    ]
+    large = [row for row in found if row["case"]["nbytes"] >= 2**26 and row["case"]["run_bytes"] >= 64]
+    return span(row["share_of_roof"] for row in large)
+
+
+def against(op: str, peer: str) -> str:
+    return span(row["ratio"][peer] for row in kernels_of(op) if peer in row["ratio"])
+
+
+def compiled() -> str:
+    """How much less time torch.compile takes at most for unpacks of short runs, on any GPU."""
+    ratios = [
+        row["ratio"]["compiled"]
+        for device in (H100, "nvidia-h200")
+        for row in rows(device, "gpu_bench.json")
+        if row.get("case", {}).get("op") == "unpack" and row["case"]["run_bytes"] <= 64
+    ]
+    return f"{1 - 1 / max(ratios):.0%}".replace("%", " %")
+
+
+def on_cpu(op: str) -> str:
+    found = [row for row in rows("cpu", "kernels.json") if row["row"].startswith(f"{op} ")]
+    return span(row["ratio"]["split + cat"] for row in found)
+
+
+def host_means(peer: str) -> str:
+    means = report.communicating(rows("cpu", "host_cost.json")).values()
+    return " | ".join(f"{mean[peer]:.2f}" for mean in means)
+
+
+def ratios(part: str, label: str, peer: str) -> str:
+    """Ratios of the rows of a part that begin so, in their order."""
+    found = [row for row in rows("cpu", f"{part}.json") if row["row"].startswith(label)]
+    return " | ".join(f"{row['ratio'][peer]:.2f}" for row in found)
+
+
+def orders() -> str:
+    """Packs of 64 MiB and more that follow the wire, over the same ones in the order of the rows."""
+    found = []
+    for row in rows(H100, "orders", "pack_order.json"):
+        label = row["row"]
+        nbytes, world, mib = (int(number) for number in re.findall(r"run (\d+) \S+ world (\d+) (\d+) MiB", label)[0])
+        itemsize = 1 if "bool" in label else 4 if ">float32" in label else 2
+        geometry: Any = SimpleNamespace(
+            starts=None,
+            stride_element=1,
+            outer=2,
+            world=world,
+            run=nbytes // itemsize,
+            dims=(2,) * (1 + ("two" in label)),
+        )
+        if mib >= 64 and _is_in_wire_order("pack", geometry, itemsize, math.gcd(nbytes, 16)):
+            found.append(row["ratio"]["in row order"])
+    return span(found)
+
+
+# By page: texts in which {} stands for what a function computes from committed files.
+CLAIMS: dict[str, list[tuple[str, Callable[[], str]]]] = {
+    "README.md": [
+        ("unpacked at {} of the speed of a plain copy on the H100", copies),
+        ("A pack of bfloat16 takes {} of the time of `split` and `cat`", lambda: against("pack", "split + cat")),
+        ("an unpack {},", lambda: against("unpack", "split + cat")),
+        ("a sum of 2 to 64 parts {} of `torch.sum`'s", lambda: against("reduce", "sum")),
+        ("in up to {} less time", compiled),
+        ("over a no-op process group | {} |", lambda: host_means("megatron")),
+        ("the enqueue of a real backend (Gloo) added to both | {} |", lambda: host_means("with enqueue")),
+        ("written by hand | {} |", lambda: host_means("by hand")),
+        ("a pack takes {} of the time of `split` + `cat`", lambda: on_cpu("pack")),
+        ("an unpack {}.", lambda: on_cpu("unpack")),
+    ],
+    "tuning.md": [("it takes {} of the time of the order of the rows on an H100", orders)],
+    "integrations_megatron.md": [
+        ("| GPT step | {} |", lambda: ratios("megatron_step", "GPT step", "megatron")),
+        ("one row-parallel linear layer | {} |", lambda: ratios("megatron_step", "column", "megatron")),
+    ],
+    "parallelize_module.md": [
+        ("| tensor parallel | {} |", lambda: ratios("parallel", "tensor parallel", "torch")),
+        ("| tensor and sequence parallel | {} |", lambda: ratios("parallel", "tensor and", "torch")),
+    ],
+}
+# Figures that need no file, and the tests that count the bytes.
+ASSERTED = {"sums.md": {"0.75": "tests/integrations/test_data_parallel.py::test_the_hook_of_ddp"}}
+
+
+def words(text: str) -> str:
+    """The text of a page, with lines joined."""
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("page", CLAIMS)
+def test_a_figure_is_that_of_its_file(page: str) -> None:
+    text = words((README if page == "README.md" else DOCS / page).read_text())
+    for claim, compute in CLAIMS[page]:
+        assert claim.format(compute()) in text, claim
+
+
+@pytest.mark.parametrize("name", kept.PAGES)
+def test_a_table_is_the_one_that_was_kept(name: str) -> None:
+    assert kept.on_page(name) == kept.table_of(name)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_no_figure_is_without_a_file(path: Path) -> None:
+    """Numbers with two decimals and more that are no versions: claims, tables that were kept, or asserted by tests."""
+    if path.name in GENERATED:
+        return
+    tables = {line for name, page in kept.PAGES.items() if page == path.name for line in kept.table_of(name)}
+    text = words("\n".join(line for line in path.read_text().splitlines() if line not in tables))
+    for claim, compute in CLAIMS.get(path.name, ()):
+        text = text.replace(claim.format(compute()), "")
+    loose = {figure for figure in FIGURE.findall(text) if figure not in VERSIONS}
+    assert loose <= set(ASSERTED.get(path.name, ())), f"{path.name}: {sorted(loose)}"
+    for test in ASSERTED.get(path.name, {}).values():
+        file, _, name = test.partition("::")
+        assert f"def {name}(" in (DOCS.parent / file).read_text(), test
