@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bench import report
 from tritoncomm.bench import by_hand, ranks
 from tritoncomm.bench.exchanges import EXCHANGES, Exchange, Place
+from tritoncomm.bench.run import content
 from tritoncomm.bench.settings import SIZES, Settings, chosen
 from tritoncomm.cli.bench import cells, summary
 
@@ -168,7 +169,10 @@ def test_a_gpu_has_graphs_memory_and_a_product_beside(pool: Pool) -> None:
         assert list(captured["us"]) == ["ours", "plain", "bare"]
         assert captured["us"]["ours"]["p20"] == 1000.0
         assert captured["refused"] == ["DTensor: operation not permitted when stream is capturing"]
-        rows = {"rows": [eager, captured], "failed": [], "left_out": []}
+        rows = content(Settings(device="cpu"), [eager, captured, {"row": "hop, captured", "refused": ["ours: waits"]}])
+        assert cells({"row": "hop, captured", "refused": ["ours: waits"]}) == "hop, captured: ours: waits"
+        assert rows["failed"] == []
+        assert "cannot be captured: hop, captured: ours: waits" in summary(rows)
         assert "peak memory: at most 2.00 inputs where plain has 2.00 (sp2hp, eager)" in summary(rows)
 
 

@@ -29,7 +29,7 @@ MATMUL = 8192  # side of the matrices whose product runs beside an exchange
 def rows(settings: Settings) -> Iterator[Row]:
     """Join the job, and yield a row as soon as it is measured; the same rows on all ranks.
 
-    A row without ``us`` has the reason in ``problem``, or is ``left_out`` for want of time.
+    A row without ``us`` has the reason in ``problem`` or ``refused``, or is ``left_out`` for want of time.
     """
     torch.set_num_threads(1)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # DTensor's all-to-all over Gloo
@@ -98,7 +98,7 @@ def _captured(calls: Calls, label: str, place: Place, seconds: float) -> Row:
         else:
             graphs[name] = graph.replay
     if "ours" not in graphs:
-        return {"row": f"{label}, captured", "problem": refused[0]}
+        return {"row": f"{label}, captured", "refused": refused}
     samples = _samples(graphs, place, seconds)
     return figures(f"{label}, captured", samples, mode="captured", rounds=len(samples["ours"]), refused=refused)
 

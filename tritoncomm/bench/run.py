@@ -54,6 +54,7 @@ def content(settings: Settings, found: Sequence[Row]) -> dict[str, Any]:
         "dtype": settings.dtype,
         "versions": versions,
         "rows": [row for row in found if "us" in row],
+        "refused": [f"{row['row']}: {one}" for row in found for one in row.get("refused", ())],
         "left_out": [row["row"] for row in found if "left_out" in row],
         "failed": [f"{row['row']}: {row['problem']}" for row in found if "problem" in row],
     }

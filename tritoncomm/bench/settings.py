@@ -13,7 +13,10 @@ from tritoncomm.parsing import counted
 
 __all__ = ["Settings", "chosen"]
 
-SIZES = {"cuda": (16.0, 256.0, 1.0, 4.0, 64.0), "cpu": (4.0, 16.0, 1.0)}  # MiB; the most telling first
+SIZES = {
+    "cuda": (16.0, 64.0, 4.0, 1.0, 256.0),
+    "cpu": (4.0, 16.0, 1.0),
+}  # MiB; the most telling first, and last what may not fit
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 

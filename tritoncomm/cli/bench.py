@@ -94,8 +94,8 @@ def bench(
 def cells(row: Mapping[str, Any]) -> str:
     """Return the line of a row: ours in microseconds, and as a ratio to each peer."""
     if "us" not in row:
-        reason = row.get("problem", "left out, the time is over").splitlines()[-1]
-        return f"{row['row']}: {reason}"
+        reasons = [row["problem"]] if "problem" in row else row.get("refused", ["left out, the time is over"])
+        return f"{row['row']}: {reasons[0]}"
     label = row["row"].replace(" MiB", "").removesuffix(", eager")
     ratios = (f"{row['ratio'][peer]:9.2f}" if peer in row["ratio"] else f"{'-':>9}" for peer in PEERS)
     return f"{label:36} {row['us']['ours']['p20']:10.0f} {' '.join(ratios)}"
@@ -127,6 +127,7 @@ def summary(result: Mapping[str, Any]) -> Sequence[str]:
                 f"a matrix product beside it takes up to {worst['matmul']['ours']:.2f} of its time alone"
                 f" ({worst['row']}; beside plain {worst['matmul']['plain']:.2f})"
             )
+    lines += [f"cannot be captured: {one}" for one in result["refused"]]
     lines += [f"failed: {one}" for one in result["failed"]]
     if result["left_out"]:
         lines.append(f"left out for want of time: {'; '.join(result['left_out'])}")
