@@ -144,14 +144,15 @@ def _permuted(sizes: Ints, row: int) -> tuple[Ints, Ints]:
     return (*sizes, row), (*strides, 1)
 
 
-def _even(op: str, unit: int, dims: int) -> Case:
-    """Rows of 8 ranks whose runs are 4 KiB long, and a little more for narrow units."""
+def _even(op: str, unit: int, dims: int, more: int | None = None) -> Case:
+    """Rows of 8 ranks whose runs are 4 KiB long, and by ``more`` bytes longer: for narrow units by one unit."""
     dtype = torch.int8 if unit == 1 else torch.bfloat16
-    row = 8 * (4096 + unit % 16) // dtype.itemsize
+    row = 8 * (4096 + (unit % 16 if more is None else more)) // dtype.itemsize
     outer = _SIZE // (row * dtype.itemsize)
     sizes = {1: (outer,), 2: (16, outer // 16), 3: (8, 16, outer // 128)}[dims]
     group = f"{op}, {(_ONE, _TWO, _THREE)[dims - 1]}"
-    return Case(group, f"{unit}-byte units", op, *_permuted(sizes, row), (dtype, dtype))
+    name = f"{unit}-byte units" + (f", runs of {4096 + more} bytes" if more else "")
+    return Case(group, name, op, *_permuted(sizes, row), (dtype, dtype))
 
 
 def _rows(group: str, name: str, row: int, pitch: int, dtype: torch.dtype, world: int, **more: Any) -> Case:
@@ -186,6 +187,7 @@ def _cases() -> Iterator[Case]:
         for dims in (1, 2, 3):
             for unit in (16, 8, 4, 2, 1):
                 yield _even(op, unit, dims)
+    yield _even("pack", 16, 1, 16)  # in the order of the wire, as those of 2 to 8 bytes are
     for nbytes, world in ((8, 4), (12, 2), (16, 8), (16, 2), (18, 3), (24, 3), (30, 5), (32, 2), (48, 3)):
         yield _short(nbytes, world)
     strided = "pack, other layouts"

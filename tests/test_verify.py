@@ -628,7 +628,9 @@ def test_a_rank_that_does_not_come_to_its_end_is_named(
     begun = time.monotonic()
     error = ArgumentError if kind == "argument" else VerifyError
     with pytest.raises(error, match=re.escape(text)) if text else nullcontext():
-        processes.run_processes(run_kind, (kind,), 2, tmp_path / "run", 1.0, quiet=True)
+        # A right program on a loaded machine may need a second between its step and its end.
+        limit = 1.0 if "no progress" in text else 3.0
+        processes.run_processes(run_kind, (kind,), 2, tmp_path / "run", limit, quiet=True)
     assert time.monotonic() - begun < 30
 
 

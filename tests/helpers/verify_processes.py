@@ -39,6 +39,6 @@ def run_kind(rank: int, progress: Progress, kind: str) -> None:
     elif kind == "argument":
         raise ArgumentError("no function build")
     elif kind == "prints":  # for longer than the limit
-        for n in range(5):
-            time.sleep(0.4)
+        for n in range(8):
+            time.sleep(0.45)
             print("line", n)
