@@ -88,7 +88,7 @@ y = tritoncomm.mappings.all_to_all_sp2hp(x)
 y.sum().backward()
 assert torch.equal(y, x) and torch.equal(x.grad, torch.ones(3, 4))
 tritoncomm.destroy()
-for arguments in (["--version"], ["doctor", "--no-self-test"]):
+for arguments in (["--version"], ["doctor", "--no-self-test"], ["bench", "--mib", "0.1", "--only", "hop both"]):
     sys.argv = ["tritoncomm", *arguments]
     try:
         runpy.run_module("tritoncomm", run_name="__main__")
@@ -101,12 +101,13 @@ print(tritoncomm.__version__)
 @needs_hatchling
 @pytest.mark.timeout(200)
 def test_the_wheel_works_outside_the_checkout(site: Path, tmp_path: Path) -> None:
-    """Import, a mapping, `tritoncomm --version` and `tritoncomm doctor`, in one process: torch takes long to import."""
+    """Import, a mapping, and `--version`, `doctor` and `bench`, in one process: torch takes long to import."""
     lines = run("-c", SMOKE, str(site), cwd=tmp_path, path=str(site)).splitlines()
     version = lines[-1]
     assert (site / f"tritoncomm-{version}.dist-info").is_dir(), "the versions of the package and of the wheel"
     assert lines[0].startswith(f"tritoncomm {version}, torch ")
     assert any(line.startswith("torch ") for line in lines), "doctor's table"
+    assert "1 row: values and gradients of all providers are equal" in lines
 
 
 def test_make_help_names_every_target() -> None:

@@ -148,15 +148,10 @@ def _time_on_cpu(call: Callable[[], Any], place: Place) -> float:
 
 def _time_on_gpu(call: Callable[[], Any], place: Place) -> float:
     """Time from the moment that all ranks' GPUs have met until this one has finished."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     met = torch.zeros(1, device=place.device)
     torch.cuda.synchronize()
     dist.all_reduce(met, group=place.group)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3
+    return _elapsed(call)
 
 
 def _peak(call: Callable[[], Any], mib: float) -> float:
@@ -178,18 +173,19 @@ def _beside(call: Callable[[], Any], place: Place, rounds: int = 7) -> float:
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
             call()
-        times.append(_time_on_gpu_now(lambda: a @ a))
+        times.append(_elapsed(lambda: a @ a))
+        torch.cuda.synchronize()  # the exchange may last longer
         ratios.append(times[1] / times[0])
     return round(quantile(ratios, 0.5), 3)
 
 
-def _time_on_gpu_now(call: Callable[[], Any]) -> float:
-    """Time a call on the current stream, whatever runs on others."""
+def _elapsed(call: Callable[[], Any]) -> float:
+    """Return the microseconds of a call on the current stream, whatever runs on others."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     call()
     end.record()
-    torch.cuda.synchronize()
+    end.synchronize()
     return start.elapsed_time(end) * 1e3
 
 
