@@ -322,6 +322,7 @@ def test_a_device_that_is_here_is_known(monkeypatch: pytest.MonkeyPatch) -> None
         ((7, 16), torch.bfloat16, (11, 5)),
         ((5, 130), torch.bfloat16, (64, 66)),
         ((3, 6), torch.bfloat16, (3, 3)),
+        ((3, 8), torch.bfloat16, (4, 4)),  # a multiple of 8
         ((4, 66), torch.bool, (33, 33)),
         ((3, 12), torch.float32, (4, 8)),
         ((8, 1026), torch.bfloat16, (513, 513)),
