@@ -20,31 +20,44 @@ peers := deepspeed==0.19.8 yunchang==0.6.4 transformers==5.23.0 accelerate==1.15
 
 ifdef PYTHON
 PY := PYTHONPATH=.:kernels $(PYTHON)
+DEMO :=
 READY :=
 SITE :=
 MEGATRON :=
 else
 PY := $(VENV)/bin/python
+DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 SITE := $(VENV)/.site
 MEGATRON := $(lastword $(megatrons))
 endif
 
-.PHONY: help demo test test-quick test-verify test-all test-megatron test-models test-matrix test-world test-oldest test-newest programs docs docs-site dist check faults soak fuzz mutations bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
+.PHONY: help demo test test-rest test-verify test-all test-megatron test-models test-matrix test-world test-oldest test-newest programs docs docs-site dist check faults soak fuzz mutations bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
 
 help:  ## lists the targets
 	@sed -n 's/^\([a-z][a-z -]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r names text; do \
 	    printf '%-24s %s\n' "$$names" "$$text"; done
 
-demo: $(READY)  ## trains a small transformer on two ranks
+demo: $(DEMO)  ## trains a small transformer on two ranks
 	$(PY) -m tritoncomm demo
+
+# `make test` is the library by itself, in under five minutes on two cores. `make test-rest` is everything else that CI
+# runs: frameworks, commands, benchmarks, simulated GPUs, the documentation, and ranks that fail.
+FAULTS := tests/debug/test_faults.py tests/p2p/test_faults.py tests/debug/test_unchecked.py
+LIBRARY := $(foreach name,core mappings p2p reshard tensor debug kernels,$(sort $(wildcard tests/$(name)/test_*.py))) \
+    $(foreach name,collective errors groups imports parallel record surface ulysses variables wire_sum,tests/test_$(name).py)
+LIBRARY := $(filter-out $(FAULTS) tests/p2p/test_megatron.py,$(LIBRARY))
+REST := $(filter-out $(LIBRARY),$(sort $(wildcard tests/*/test_*.py tests/test_*.py)))
+
+test: $(READY)  ## tests the library, in under five minutes
+	@$(PY) -m pytest -m "not slow" -q $(WORKERS) $(DURATIONS:%=--durations=%) $(LIBRARY)
 
 # An interpreter of yours has the Megatron that it has; here the oldest release is installed, and the newest tested as well.
 # A GPT is trained with the newest alone: it takes half a minute, and `make test-megatron` trains it with every release.
 GPT := --deselect tests/integrations/test_megatron.py::test_a_gpt_trains_to_the_same_bits
-test: $(READY) $(PEERS) $(MEGATRON:%=.megatron/%)  ## runs the tests, without the slow ones
-	$(PY) -m pytest -m "not slow" -q $(WORKERS) $(if $(MEGATRON),--megatron $(firstword $(megatrons)) $(GPT)) $(DURATIONS:%=--durations=%)
+test-rest: $(READY) $(PEERS) $(MEGATRON:%=.megatron/%)  ## runs the other tests of CI: frameworks, commands
+	@$(PY) -m pytest -m "not slow" -q $(WORKERS) $(if $(MEGATRON),--megatron $(firstword $(megatrons)) $(GPT)) $(DURATIONS:%=--durations=%) $(REST)
 	$(if $(MEGATRON),$(PY) -m pytest tests/integrations/test_megatron.py -m "not slow" -q --megatron $(MEGATRON))
 
 # Every release in a process of its own; all of them run, whichever fails.
@@ -84,10 +97,6 @@ test-world: $(if $(PYTHON),,.venv-world/.ready $(MEGATRON:%=.megatron/%))  ## ru
 	.venv-world/bin/python $(install) --upgrade -e '.[cli,test]' $(world)
 	@touch $@
 
-QUICK := core mappings p2p reshard tensor debug cli kernels test_collective.py test_groups.py test_imports.py test_ulysses.py
-test-quick: $(READY)  ## runs the tests of the library without its peers
-	$(PY) -m pytest -m "not slow" -q $(WORKERS) $(QUICK:%=tests/%)
-
 test-verify: $(READY) $(PEERS)  ## tests `tritoncomm verify` with all faults
 	$(PY) -m pytest tests/test_verify.py tests/test_verify_recipes.py tests/integrations/test_megatron.py -k "test_verify or one_process" -q $(WORKERS)
 
@@ -108,7 +117,7 @@ programs: $(READY)  ## compares random programs on shards with plain torch
 	PYTHONPATH=.:kernels:tests/helpers:tools $(if $(PYTHON),$(PYTHON),$(PY)) tools/programs.py 20000
 
 faults: $(READY)  ## kills, stops and delays ranks in every kind of call
-	$(PY) -m pytest tests/debug/test_faults.py tests/p2p/test_faults.py tests/debug/test_unchecked.py -q -n 3
+	$(PY) -m pytest $(FAULTS) -q -n 3
 
 soak: $(READY)  ## calls for half an hour and watches what grows
 	PYTHONPATH=.:kernels:tests/helpers:tools $(if $(PYTHON),$(PYTHON),$(PY)) tools/soak.py
@@ -171,8 +180,15 @@ gpu-ranks: $(READY)  ## runs ranks on GPUs, and their benchmark
 gpu-bench: $(READY)  ## runs the benchmarks of a GPU
 	timeout 265 $(PY) bench/gpu_bench.py
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+# The demo needs torch and what the command needs. `make test` adds the rest to the same environment.
+$(VENV)/.demo: pyproject.toml constraints.txt
+	@echo "installing torch and the command into $(VENV): downloads it, then takes about half a minute"
 	$(BOOTSTRAP) -m venv $(VENV)
+	$(VENV)/bin/python $(install) -c constraints.txt -e '.[cli]'
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.demo
+	@echo "installing Triton and what tests and lint need into $(VENV)"
 	$(VENV)/bin/python $(install) -c constraints.txt -e '.[cli,plot,test,bench,dev]'
 	@touch $@
 

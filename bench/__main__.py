@@ -68,7 +68,7 @@ def run(
         part: one of ``parts()``.
         out: folder of the results.
         rounds: samples of every provider; the part's own default without it.
-        only: rows whose label contains this.
+        only: rows whose label has all these words.
         follow: called with every line that the part prints, as it is printed, except missed targets.
     """
     paths = [str(HERE.parent), str(HERE.parent / "kernels"), os.environ.get("PYTHONPATH", "")]
@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("part", nargs="?", help="one part, see --list; by default all that this machine can run")
     parser.add_argument("--list", action="store_true", help="list the parts and stop")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only rows whose name contains this")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only rows whose name has all these words")
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds per row; fewer are quicker and noisier")
     parser.add_argument("--check", action="store_true", help="fail when a ratio is worse than the committed one")
     parser.add_argument("--plot", action="store_true", help="draw PNG and SVG into --out, or bench-results")

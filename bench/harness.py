@@ -20,6 +20,7 @@ from typing import Any
 
 from bench import guard
 from bench.timing import figures, geometric_mean, interleaved, quiet_host, versions, write_json
+from tritoncomm.bench.settings import matches
 
 __all__ = ["Clock", "Part", "Row", "Run", "Samples", "counts", "line"]
 
@@ -111,7 +112,7 @@ class Part:
         parser.add_argument("--json", metavar="PATH", help="also write the rows there, with versions")
         parser.add_argument("--rounds", type=int, default=self.rounds)
         parser.add_argument(
-            "--only", nargs="+", default=("",), metavar="TEXT", help="only cases whose label contains a text"
+            "--only", nargs="+", default=("",), metavar="TEXT", help="only cases whose label has all words of a text"
         )
         return parser
 
@@ -210,7 +211,7 @@ class Run:
 
     def measure(self) -> None:
         """Measure the cases that are asked for; one that raises is reported, and the others go on."""
-        cases = [case for case in self.part.cases if any(text in _label(case) for text in self.only)]
+        cases = [case for case in self.part.cases if any(matches(words, _label(case)) for words in self.only)]
         started = time.monotonic()
         clock = Clock(self.part, self.rounds)
         with warnings.catch_warnings(), self.part.host() as host:

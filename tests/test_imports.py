@@ -23,7 +23,7 @@ def load_lazily() -> list[Any]:
 
     lazy = ("integrations", "p2p", "parallel", "reshard", "tensor", "ulysses")
     early = [name for name in lazy if f"tritoncomm.{name}" in sys.modules]
-    names = {*lazy, "ops", "patch_megatron"} <= set(dir(tritoncomm))
+    names = {*lazy, "ops", "patch_megatron", "unpatch_megatron"} <= set(dir(tritoncomm))
     used = [
         tritoncomm.p2p.P2PCommunicator, tritoncomm.tensor.ColoTensor, tritoncomm.ulysses.UlyssesAttention,
         tritoncomm.parallel.ColwiseParallel, tritoncomm.reshard.Layout, tritoncomm.integrations.yunchang.SeqAllToAll4D,
@@ -32,6 +32,7 @@ def load_lazily() -> list[Any]:
 
     assert tritoncomm.ops.pack is tritoncomm.core.ops.pack
     assert tritoncomm.patch_megatron is tritoncomm.integrations.megatron.patch
+    assert tritoncomm.unpatch_megatron is tritoncomm.integrations.megatron.unpatch
     try:
         tritoncomm.nothing  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
     except AttributeError as error:

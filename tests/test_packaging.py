@@ -1,4 +1,4 @@
-"""The wheel and the source distribution have what they need, and `make help` names every target."""
+"""The wheel and the source distribution have what they need; `make` names every target and runs every test."""
 
 import importlib.util
 import os
@@ -120,3 +120,14 @@ def test_make_help_names_every_target() -> None:
     named = [name for line in lines for name in re.split(r"  +", line)[0].split()]
     assert sorted(named) == sorted(phony.split())
     assert all(len(re.split(r"  +", line)) == 2 and len(line) <= 80 for line in lines)
+
+
+def test_two_targets_run_every_test_file_once() -> None:
+    """What `make test` leaves out, for time, `make test-rest` runs; CI runs both."""
+    command = ["make", "-n", "test", "test-rest", "PYTHON=python3"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=20, check=True)
+    found = re.findall(r"tests/\S*test_\w+\.py(?!\S)", done.stdout)
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(found) == sorted(files)
+    assert "make test\nmake test-rest\n" in (ROOT / ".ci" / "run").read_text()

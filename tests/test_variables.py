@@ -20,7 +20,7 @@ OFF = ("", " ", "0", "false", "False", "no", "NO", "off", "Off")
 
 @pytest.fixture(autouse=True)
 def _read_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("PATH", "CHECK", "TABLE", "FLIGHT", "FLIGHT_SIGNALS", "STRICT"):
+    for name in ("PATH", "CHECK", "TABLE", "FLIGHT", "FLIGHT_SIGNALS", "STRICT", "MEGATRON"):
         monkeypatch.delenv(f"TRITONCOMM_{name}", raising=False)
     yield
     monkeypatch.undo()
@@ -73,7 +73,7 @@ def test_off_is_off_for_all_variables(monkeypatch: pytest.MonkeyPatch, text: str
     assert not variables.STRICT.value
     nothing = "none" if text.strip() else ""
     assert variables.effective() == {
-        "TRITONCOMM_PATH": "auto", "TRITONCOMM_CHECK": "off", "TRITONCOMM_TABLE": nothing
+        "TRITONCOMM_PATH": "auto", "TRITONCOMM_CHECK": "off", "TRITONCOMM_MEGATRON": "on", "TRITONCOMM_TABLE": nothing
     }  # fmt: skip
     assert ops.path_for(torch.ones(1)) == "torch"
     assert not tritoncomm.p2p.hop.checking()
@@ -84,11 +84,12 @@ def test_every_combination_reads_as_its_parts(monkeypatch: pytest.MonkeyPatch) -
     paths = {"": "auto", "off": "auto", "auto": "auto", "torch": "torch", "triton": "triton"}
     checks = {"": "off", "no": "off", "1": "on", "true": "on", "hash": "hash:1000", "HASH:5": "hash:5"}
     named = {"": "", "none": "none", "FALSE": "none", "/t.json": "/t.json"}
-    for path, check, table in itertools.product(paths, checks, named):
-        for name, value in (("PATH", path), ("CHECK", check), ("TABLE", table)):
+    megatrons = {"": "on", "1": "on", "off": "off"}
+    for path, check, megatron, table in itertools.product(paths, checks, megatrons, named):
+        for name, value in (("PATH", path), ("CHECK", check), ("MEGATRON", megatron), ("TABLE", table)):
             monkeypatch.setenv(f"TRITONCOMM_{name}", value)
         variables.read()
-        assert list(variables.effective().values()) == [paths[path], checks[check], named[table]]
+        assert list(variables.effective().values()) == [paths[path], checks[check], megatrons[megatron], named[table]]
 
 
 def test_initialize_reads_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +182,7 @@ def test_each_variable_is_named_in_one_module_and_in_the_doctor() -> None:
         "TRITONCOMM_PATH": ["variables"], "TRITONCOMM_CHECK": ["variables"], "TRITONCOMM_TABLE": ["tables"],
         "TRITONCOMM_FLIGHT": ["variables"], "TRITONCOMM_FLIGHT_SIGNALS": ["variables"],
         "TRITONCOMM_STRICT": ["variables"], "TRITONCOMM_NODE": ["variables"],
+        "TRITONCOMM_MEGATRON": ["variables"],
     }  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from tritoncomm.runtime import destroy, device_mesh, initialize
 if TYPE_CHECKING:
     from tritoncomm import integrations, p2p, parallel, reshard, tensor, ulysses
     from tritoncomm.integrations.megatron import patch as patch_megatron
+    from tritoncomm.integrations.megatron import unpatch as unpatch_megatron
 
 __all__ = [
     "ArgumentError",
@@ -55,13 +56,17 @@ __all__ = [
     "reshard",
     "tensor",
     "ulysses",
+    "unpatch_megatron",
 ]
 
 __version__ = "0.1.0"
 
 # Imported at their first use: together they take longer than everything else.
 _LAZY = ("integrations", "p2p", "parallel", "reshard", "tensor", "ulysses")
-_FUNCTIONS = {"patch_megatron": ("integrations.megatron", "patch")}
+_FUNCTIONS = {
+    "patch_megatron": ("integrations.megatron", "patch"),
+    "unpatch_megatron": ("integrations.megatron", "unpatch"),
+}
 
 
 def __getattr__(name: str) -> Any:

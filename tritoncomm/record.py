@@ -158,13 +158,18 @@ class Count:
     Attributes:
         bytes_copied: bytes read plus bytes written by local passes (pack, unpack, reduce, strided copies).
         bytes_sent: bytes that this rank had to send, by the formula of a bandwidth-optimal algorithm.
-        seconds: host time inside the calls while ``timing(True)``; a GPU may still be working afterwards.
+        seconds: host time inside the calls while ``timing(True)``; a GPU may still be working afterwards. 0.0, and
+            left out of the text, where nothing was timed.
     """
 
     calls: int = 0
     bytes_copied: int = 0
     bytes_sent: int = 0
     seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        timed = f", seconds={self.seconds:.6f}" if self.seconds else ""
+        return f"Count(calls={self.calls}, bytes_copied={self.bytes_copied}, bytes_sent={self.bytes_sent}{timed})"
 
 
 _counts: dict[tuple[str, _Path], Count] = {}

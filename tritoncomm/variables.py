@@ -8,6 +8,7 @@
 | TRITONCOMM_FLIGHT_SIGNALS | a switch | SIGUSR1 and SIGTERM write the record too; needs TRITONCOMM_FLIGHT |
 | TRITONCOMM_STRICT | a switch | an optimizer that may be wrong for shards raises, and does not warn |
 | TRITONCOMM_NODE | a number | ranks per node for exchanges in two levels; by default as the launcher says |
+| TRITONCOMM_MEGATRON | a switch, on if not set | off: ``patch_megatron()`` replaces nothing |
 | TRITONCOMM_TABLE | a file, a folder, ``none`` | the tuned tables that apply (read by ``tritoncomm_kernels.tables``) |
 
 With ``hash`` and ``hash:N`` ranks compare collectives only; p2p steps are compared with ``TRITONCOMM_CHECK=1``.
@@ -31,6 +32,7 @@ __all__ = [
     "FLIGHT",
     "FLIGHT_SIGNALS",
     "HASH",
+    "MEGATRON",
     "NODE",
     "PATH",
     "PATHS",
@@ -160,10 +162,11 @@ FLIGHT = Setting("TRITONCOMM_FLIGHT", flight_of)
 FLIGHT_SIGNALS = Setting("TRITONCOMM_FLIGHT_SIGNALS", is_on)
 STRICT = Setting("TRITONCOMM_STRICT", is_on)
 NODE = Setting("TRITONCOMM_NODE", _count)
+MEGATRON = Setting("TRITONCOMM_MEGATRON", lambda text: not text.strip() or is_on(text))
 _table = tables.variable()
 
 
-_SETTINGS = (PATH, CHECK, HASH, FLIGHT, FLIGHT_SIGNALS, STRICT, NODE)
+_SETTINGS = (PATH, CHECK, HASH, FLIGHT, FLIGHT_SIGNALS, STRICT, NODE, MEGATRON)
 
 
 def unknown() -> dict[str, str]:
@@ -198,4 +201,5 @@ def set_check(check: bool | str) -> None:
 def effective() -> dict[str, str]:
     """Return the effective value of every variable that ranks have to agree on, whatever the spelling."""
     check = "on" if CHECK.value else f"hash:{HASH.value}" if HASH.value else "off"
-    return {PATH.name: PATH.value, CHECK.name: check, tables.VARIABLE: tables.variable()}
+    megatron = "on" if MEGATRON.value else "off"
+    return {PATH.name: PATH.value, CHECK.name: check, MEGATRON.name: megatron, tables.VARIABLE: tables.variable()}

@@ -243,12 +243,28 @@ def test_the_plan_keeps_its_figures_on_80_columns() -> None:
         arguments = ("plan", "sp2hp", "--shape", "4096,64,65536", "--world", "64", "--dtype", dtype)
         lines = at_80_columns(*arguments)
         known = explain("sp2hp", (4096, 64, 65536), 64, getattr(torch, dtype))
-        assert max(len(line) for line in lines if not line.startswith(("predicted", "PROJECTION"))) <= 80
+        assert max(map(len, lines)) <= 80
         for step in (*known.forward.steps, *known.backward.steps):
             sizes = [f"{size / 2**20:.3f}" for size in (step.bytes_copied, step.bytes_sent)]
             figures = [*sizes, f"{step.seconds * 1e6:.1f}"]
             assert [line.split()[-3:] for line in lines].count(figures) >= 1, figures
     assert "1 rank," in at_80_columns("plan", "copy", "--shape", "4,4", "--world", "1")[0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "reshard", "--shape", "8192,8192", "--source", "S0*8", "--target", "R*2,S1*4"),
+        ("plan", "all_to_all", "--shape", "8,512", "--world", "2", "--sizes", "3,5", "--out-sizes", "3,1"),
+        ("doctor", "--no-self-test"),
+    ],
+    ids=lambda arguments: arguments[1],
+)  # fmt: skip
+def test_a_pipe_gets_80_columns(monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    result = CliRunner().invoke(cli.app, list(arguments))
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= 80
 
 
 def test_the_cases_of_a_model_fit_80_columns() -> None:
@@ -467,6 +483,8 @@ def found(monkeypatch: pytest.MonkeyPatch, **variables: str) -> dict[str, doctor
         ("TORCH_NCCL_ENABLE_TIMING", "0", "ok"),
         ("TRITONCOMM_STRICT", "1", "note"),
         ("TRITONCOMM_STRICT", "off", "ok"),
+        ("TRITONCOMM_MEGATRON", "off", "note"),
+        ("TRITONCOMM_MEGATRON", "1", "ok"),
         ("TRITONCOMM_PATHS", "torch", "note"),
         ("TORCH_DIST_USE_NCCL2", "0", "note"),
         ("NCCL_P2P_DISABLE", "1", "problem"),
@@ -503,7 +521,8 @@ def test_doctor_says_whether_torch_records_what_hangs_on_the_device(monkeypatch:
     monkeypatch.delattr(module, "_dump_fr_trace_json", raising=False)
     monkeypatch.setattr(doctor.dist, "is_nccl_available", lambda: False)
     one = found(monkeypatch)["torch's recorder"]
-    assert (one.level, one.value) == ("ok", "this build of torch has no recorder of NCCL")
+    assert (one.level, one.value) == ("note", "this build of torch has no recorder of NCCL")
+    assert one.advice == "needed for GPUs only"
     monkeypatch.setattr(doctor.dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(doctor, "nccl_kind", str)
     assert found(monkeypatch, TRITONCOMM_FLIGHT="1")["torch's recorder"].level == "note"
@@ -615,6 +634,8 @@ def test_doctor_notes_launches_that_are_not_direct(
     assert words in told["kernel launch"].advice
     monkeypatch.setitem(sys.modules, "triton", None)
     assert [one.level for has_gpu in (True, False) for one in doctor._triton(has_gpu)] == ["problem", "note"]
+    monkeypatch.delitem(sys.modules, "triton")
+    assert [one.name for one in doctor._triton(False)] == ["triton"], "no launch without a GPU to launch on"
 
 
 def test_self_test_sees_a_wrong_mapping(monkeypatch: pytest.MonkeyPatch, pool: Any) -> None:
@@ -682,11 +703,13 @@ def test_a_missing_file_is_named_without_a_number() -> None:
     assert "error: No such file or directory: nosuch" in run("trace", "nosuch").output
 
 
-def test_long_lines_wrap_between_words_on_a_terminal_only(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "word " * 40
-    for is_terminal, lines in ((True, 3), (False, 1)):
-        say(Console(width=80, force_terminal=is_terminal), line)
-        assert len(capsys.readouterr().out.rstrip().splitlines()) == lines
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_long_lines_wrap_between_words_but_for_errors_in_files(
+    capsys: pytest.CaptureFixture[str], is_terminal: bool
+) -> None:
+    for stderr, lines in ((False, 3), (True, 3 if is_terminal else 1)):
+        say(Console(width=80, force_terminal=is_terminal, stderr=stderr), "word " * 40)
+        assert len("".join(capsys.readouterr()).rstrip().splitlines()) == lines
 
 
 PEERS = ("transformers", "accelerate", "deepspeed", "yunchang", "megatron", "matplotlib", "safetensors", "datasets")

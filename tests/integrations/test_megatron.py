@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -25,7 +25,8 @@ from megatron_cpu import core
 from megatron_jobs import CASES, QUICK_STEPS, compare, compile_linear, quick
 from megatron_verify import WAYS, verified
 
-from tritoncomm import mappings
+import tritoncomm
+from tritoncomm import mappings, variables
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.integrations import megatron, megatron_functions
 from tritoncomm.p2p import P2PCommunicator
@@ -35,7 +36,7 @@ try:
 except metadata.PackageNotFoundError:
     _installed = ""
 
-pytestmark = pytest.mark.skipif(not _installed, reason="megatron-core is not installed (make test installs it)")
+pytestmark = pytest.mark.skipif(not _installed, reason="megatron-core is not installed (make test-rest installs it)")
 
 MODULES = (
     "tensor_parallel.mappings", "tensor_parallel.layers", "tensor_parallel.cross_entropy", "tensor_parallel",
@@ -202,7 +203,33 @@ def test_every_name_is_replaced_by_identity(theirs: SimpleNamespace) -> None:
     assert [place for place, value in _bindings().items() if value in values] == []
     assert report.version == theirs.package_info.__version__
     assert report.version.partition("+")[0] == _installed
-    assert str(report).startswith(f"megatron-core {report.version}: {len(replaced)} names in ")
+    head, *rest = str(report).splitlines()
+    assert head.startswith(f"megatron-core {report.version}: {len(replaced)} names in ")
+    listed = " ".join(line.strip() for line in rest if not line.startswith("  kept: "))
+    assert listed.removeprefix("ours: ").split(", ") == sorted({name for _, name in replaced})
+
+
+@pytest.mark.parametrize("call", ["patch", "patched"])
+def test_a_variable_leaves_everything_to_megatron(
+    theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The other half of an A/B run; the launch script is the same."""
+    before = _bindings()
+    monkeypatch.setenv("TRITONCOMM_MEGATRON", "off")
+    variables.read()
+    try:
+        with megatron.patched() if call == "patched" else nullcontext(tritoncomm.patch_megatron()) as report:
+            assert _bindings() == before
+            assert str(report) == (
+                f"megatron-core {theirs.package_info.__version__}: 0 names in 0 modules replaced\n"
+                "  kept: all names: TRITONCOMM_MEGATRON is off"
+            )
+            assert variables.effective()["TRITONCOMM_MEGATRON"] == "off", "ranks compare it"
+        assert tritoncomm.unpatch_megatron() == ()
+    finally:
+        monkeypatch.undo()
+        variables.read()
+    assert megatron.patch().replaced
 
 
 def test_no_other_reference_to_an_original_is_left(theirs: SimpleNamespace) -> None:
@@ -745,7 +772,10 @@ def test_a_name_that_was_reloaded_is_not_reported(theirs: SimpleNamespace) -> No
 
 def test_the_report_says_what_is_kept(theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = "\n".join(megatron.patch().kept)
-    assert "gradient_accumulation_fusion" in kept
+    megatron.unpatch()
+    taken = inspect.signature(getattr(theirs.layers, LINEAR)).parameters
+    for name in ("gradient_accumulation_fusion", "grad_output_buffer", "gtp_remat_size", "output_dtype"):
+        assert (name in kept) is (name in taken), "only arguments of this release"
     assert "cross_entropy=True" in kept
     assert "TransformerEngine" not in kept
     megatron.unpatch()

@@ -24,7 +24,8 @@ except metadata.PackageNotFoundError:
     _installed = ""
 
 pytestmark = pytest.mark.skipif(
-    not _installed, reason="megatron-core is not installed: there are no schedules to drive (make test installs it)"
+    not _installed,
+    reason="megatron-core is not installed: there are no schedules to drive (make test-rest installs it)",
 )
 
 MODULES = ("pipeline_parallel.schedules", "model_parallel_config", "enums", "transformer.multi_token_prediction")

@@ -277,7 +277,9 @@ def test_the_budget_ends_a_search_between_tasks() -> None:
     assert outcome.state == search.OUT_OF_TIME
     assert len(bench.timed) == 5
     assert outcome.content["complete"] is False
-    assert tune_command.verdict(outcome, SimpleNamespace(print=lambda *a, **k: None, is_terminal=False)) == 0
+    assert (
+        tune_command.verdict(outcome, SimpleNamespace(print=lambda *a, **k: None, is_terminal=False, stderr=False)) == 0
+    )
 
 
 def test_a_failure_saves_what_is_done() -> None:
@@ -299,7 +301,9 @@ def test_a_wrong_candidate_never_wins_and_fails_the_command() -> None:
     assert len(outcome.wrong) == 1
     said = []
     assert (
-        tune_command.verdict(outcome, SimpleNamespace(print=lambda text, **k: said.append(text), is_terminal=False))
+        tune_command.verdict(
+            outcome, SimpleNamespace(print=lambda text, **k: said.append(text), is_terminal=False, stderr=False)
+        )
         == 1
     )
     assert "16384/1024/4: 3 of 7 elements differ" in said[0]

@@ -1,6 +1,7 @@
 """Settings of a benchmark: ranks, device, sizes, time; and the exchanges that they choose."""
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,13 +12,19 @@ from tritoncomm.bench.exchanges import EXCHANGES, Exchange
 from tritoncomm.errors import ArgumentError
 from tritoncomm.parsing import counted
 
-__all__ = ["Settings", "chosen"]
+__all__ = ["Settings", "chosen", "matches"]
 
 SIZES = {
     "cuda": (16.0, 64.0, 4.0, 1.0, 256.0),
     "cpu": (4.0, 16.0, 1.0),
 }  # MiB; the most telling first, and last what may not fit
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def matches(words: str, name: str) -> bool:
+    """Whether a name has all of these words, in any order and case; a number matches no part of a longer number."""
+    patterns = (rf"(?<!\d){word}(?!\d)" if word.isdecimal() else re.escape(word) for word in words.split())
+    return all(re.search(pattern, name, re.IGNORECASE) for pattern in patterns)
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,7 @@ class Settings:
         device: cuda, cpu, or auto: cuda where there is one.
         dtype: of the tensors.
         sizes: MiB of each rank's input; those of the device by default.
-        only: parts of names; an exchange whose name has none of them is left out.
+        only: words of names, as ``matches`` takes them; an exchange that matches none of these texts is left out.
         budget: seconds after which no further exchange begins.
         timeout: seconds after which a collective fails.
     """
@@ -62,7 +69,7 @@ class Settings:
             )
 
     def _names(self, exchange: Exchange) -> bool:
-        return not self.only or any(text in exchange.name for text in self.only)
+        return not self.only or any(matches(words, exchange.name) for words in self.only)
 
     def on_gpu(self) -> bool:
         return self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())

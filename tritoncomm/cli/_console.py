@@ -18,7 +18,7 @@ __all__ = ["paragraphs", "refuse", "refusing", "say", "table", "terminal", "unwr
 def terminal(stderr: bool = False) -> Console:
     """Return a console for standard output or standard error."""
     # Files and pipes have no width of their own.
-    width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 110
+    width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else 80
     return Console(width=width, highlight=False, stderr=stderr)
 
 
@@ -28,8 +28,9 @@ def paragraphs(*lines: str) -> str:
 
 
 def say(console: Console, line: str, style: str | None = None) -> None:
-    """Print a line of plain text: wrapped between words on a terminal, in one piece for files and pipes."""
-    console.print(line, style=style, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+    """Print a line of plain text, wrapped between words; an error in a file or a pipe is one line, for `grep`."""
+    in_one_line = console.stderr and not console.is_terminal
+    console.print(line, style=style, markup=False, highlight=False, soft_wrap=in_one_line)
 
 
 def table(title: str, headings: Sequence[str], names: Collection[str]) -> Table:

@@ -36,7 +36,7 @@ def bench(
         list[float] | None,
         typer.Option(help="MiB of each rank's input; by default 1, 4 and 16, on GPUs 64 and 256 too. Repeatable."),
     ] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Part of an exchange's name. Repeatable.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Words of an exchange's name. Repeatable.")] = None,
     budget: Annotated[float, typer.Option(min=1, help="Seconds after which no further exchange begins.")] = 270,
     path: Annotated[Path | None, typer.Option("--json", help="Write the rows there.")] = None,
 ) -> None:

@@ -109,8 +109,10 @@ def show(outcome: Outcome, console: Console) -> None:
         )
     console.print(rows)
     largest, step = outcome.largest_difference()
-    line = f"largest relative difference to the single-process losses: {largest:.1e} at step {step}"
-    say(console, f"{line} (limit {settings.limit:.0e})")
+    say(console, f"largest relative difference of a loss: {largest:.1e} at step {step}, limit {settings.limit:.0e}")
+    ranks = counted(settings.ranks, "rank")
+    verdict = "equal: the losses of {} are" if largest <= settings.limit else "different: the losses of {} are not"
+    say(console, f"{verdict.format(ranks)} those of one process")
 
 
 def _layout(settings: Settings) -> str:

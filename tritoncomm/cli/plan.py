@@ -177,12 +177,13 @@ def _show(explanation: Explanation, console: Console) -> None:
                 ranks = ", ".join(map(str, step.misaligned))
                 say(console, f"  {step.name}: blocks of ranks {ranks} start at no multiple of 16 bytes:")
                 say(console, "    NCCL copies them by single bytes (read in 2.28's source, not timed)")
-    say(console, f"predicted, not measured: {explanation.rates}")
+    say(console, f"predicted, not measured:\n{explanation.rates}")
     if not explanation.projection:
         return
-    shares = ", ".join(f"{s.world}: {'-' if s.share is None else f'{s.share:.0%}'}" for s in explanation.projection)
-    what = "PROJECTION, not measured: share of pack and unpack in forward + backward by ranks, same shape on every rank"
-    say(console, f"{what}: {shares}")
+    shares = ["-" if share.share is None else f"{share.share:.0%}" for share in explanation.projection]
+    say(console, "PROJECTION, not measured: pack and unpack in forward + backward, by ranks")
+    say(console, "  ranks" + "".join(f"{share.world:6}" for share in explanation.projection))
+    say(console, "  share" + "".join(f"{share:>6}" for share in shares))
 
 
 def _unit(largest: int) -> tuple[int, str, int]:

@@ -8,6 +8,7 @@ Local passes: ``bytes read and written / memory``. Collectives: ``steps * latenc
   at the smaller of ``link`` and ``node * network``. Bytes of an all-to-all that leave the node go out at ``network``.
 """
 
+import textwrap
 from dataclasses import dataclass
 
 __all__ = ["DEFAULTS", "Rates", "collective_seconds", "pass_seconds"]
@@ -34,11 +35,13 @@ class Rates:
     source: str
 
     def __str__(self) -> str:
-        return (
-            f"{self.latency * 1e6:g} us per step, {self.link / 1e9:g} GB/s per link, {self.network / 1e9:g} GB/s to "
+        """Return the rates as indented lines of at most 80 columns."""
+        text = (
+            f"at {self.latency * 1e6:g} us per step, {self.link / 1e9:g} GB/s per link, {self.network / 1e9:g} GB/s to "
             f"other nodes of {self.node} rank{'s' * (self.node > 1)}, copies at {self.memory / 1e9:g} GB/s "
             f"({self.source}, unless given)"
         )
+        return textwrap.fill(text, 80, initial_indent="  ", subsequent_indent="  ")
 
 
 DEFAULTS = {

@@ -36,8 +36,7 @@ OPEN_FILES = 256
 _RUN = {"sm_90": "H100 and an H200"}  # architectures on which the GPU tests passed
 VARIABLES = (
     "TRITONCOMM_PATH", "TRITONCOMM_TABLE", "TRITONCOMM_CHECK", "TRITONCOMM_FLIGHT", "TRITONCOMM_FLIGHT_SIGNALS",
-    "TRITONCOMM_STRICT",
-    "TRITONCOMM_NODE",
+    "TRITONCOMM_STRICT", "TRITONCOMM_NODE", "TRITONCOMM_MEGATRON",
     "TRITON_INTERPRET", "TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "NCCL_P2P_DISABLE",
     "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_DEBUG", "TORCH_DIST_USE_NCCL2", "TORCH_DISTRIBUTED_DEBUG",
@@ -115,6 +114,8 @@ def _triton(has_gpu: bool) -> Iterator[Finding]:
         yield Finding("triton", version or "not installed", "problem" if has_gpu else "note", problem)
         return
     yield Finding("triton", version)
+    if not has_gpu:
+        return  # nothing would be launched
     from tritoncomm_kernels.launch import launch_kind  # imports Triton, which is there
 
     kind = launch_kind()
@@ -161,9 +162,10 @@ def nccl_kind() -> str:
 def _recorder() -> Finding:
     """Examine whether a flight record can say which call hangs on the device."""
     if problem := Recorder().problem:
-        needed = dist.is_nccl_available() and variables.is_on(os.environ.get(variables.FLIGHT.name, ""))
-        advice = "a hang on the device will not be in the flight record" if needed else ""
-        return Finding("torch's recorder", problem, "note" if needed else "ok", advice)
+        advice = "without it a flight record does not say which call hangs on the device"
+        if not dist.is_nccl_available():
+            advice = "needed for GPUs only"
+        return Finding("torch's recorder", problem, "note", advice)
     starts = "and when a device begins one" if has_starts() else "not when a device begins one"
     return Finding("torch's recorder", f"on: keeps {buffer_size()} collectives, {starts}")
 
@@ -311,6 +313,8 @@ def _judged(name: str, value: str) -> tuple[str, str]:
             return "note", f"keeps the last {calls} calls; records go to {where}"
         case "TRITONCOMM_STRICT" if variables.is_on(value):
             return "note", "optimizers that are not known to be element-wise raise for shards; set it on all ranks"
+        case "TRITONCOMM_MEGATRON" if value.strip() and not variables.is_on(value):
+            return "note", "`patch_megatron()` replaces nothing; set it on all ranks"
         case "TRITONCOMM_FLIGHT_SIGNALS" if variables.is_on(value):
             if not variables.is_on(os.environ.get(variables.FLIGHT.name, "")):
                 return "note", f"does nothing without {variables.FLIGHT.name}"

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import os
 import sys
+import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tritoncomm import launchers, mappings
+from tritoncomm import launchers, mappings, variables
 from tritoncomm.errors import ArgumentError, GroupError, UnsupportedError
 from tritoncomm.integrations import megatron_functions
 from tritoncomm.integrations.rebinding import Rebinding
@@ -32,6 +33,13 @@ _LINEAR = "linear_with_grad_accumulation_and_async_allreduce", "LinearWithGradAc
 _FROZEN = "linear_with_frozen_weight", "LinearWithFrozenWeight"
 _FP32_SUM = "reduce_scatter_with_fp32_accumulation"
 _CROSS_ENTROPY = "vocab_parallel_cross_entropy"
+# Arguments of the linear functions whose calls remain Megatron's, with the report's phrase. Not all releases have each.
+_KEPT_ARGUMENTS = {
+    "gradient_accumulation_fusion": "with gradient_accumulation_fusion",
+    "grad_output_buffer": "with deferred embedding gradients (grad_output_buffer)",
+    "gtp_remat_size": "with a gtp_remat_size other than 1",
+    "output_dtype": "with an output_dtype other than the input's",
+}
 Swaps = list[tuple[Any, Any]]  # Megatron's, ours
 Make = Callable[..., Sequence[Any]]  # from Megatron's objects to ours
 
@@ -52,9 +60,10 @@ class Report:
     kept: tuple[str, ...]
 
     def __str__(self) -> str:
-        modules = {module for module, _ in self.replaced}
+        modules, names = {module for module, _ in self.replaced}, sorted({name for _, name in self.replaced})
         head = f"megatron-core {self.version}: {len(self.replaced)} names in {len(modules)} modules replaced"
-        return "\n".join([head, *(f"  kept: {line}" for line in self.kept)])
+        listed = textwrap.wrap(", ".join(names), 80, initial_indent="  ours: ", subsequent_indent="    ")
+        return "\n".join([head, *listed, *(f"  kept: {line}" for line in self.kept)])
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,8 @@ class _State:
     def settle(self) -> None:
         """Apply the requested patch, all or nothing."""
         requested = self.contexts[-1][1] if self.contexts else self.base
+        if not variables.MEGATRON.value:
+            requested = None
         before = self.active
         if before is not None and before.options == requested:
             swaps, kept = _swaps(before.options)
@@ -163,6 +174,9 @@ def patch(*, cross_entropy: bool = False, packages: Sequence[str] = ("megatron",
     overwrites its input, ``copy_to_tensor_model_parallel_region`` overwrites its gradient in backward, and
     sequence-parallel gathers of the linear layers use Megatron's global memory buffer. ``mappings.overwrite_inputs`` is
     not switched.
+
+    With ``TRITONCOMM_MEGATRON=off`` in the environment of every rank nothing is replaced, and the report says so: the
+    other half of an A/B run of an unchanged launch script.
 
     A second call with equal arguments only reaches modules that were imported in between; with other arguments it
     replaces the first. The patch is one of the process: all threads see it. Objects that were made before keep their
@@ -259,8 +273,9 @@ def _options(cross_entropy: bool, packages: Sequence[str], strict: bool) -> _Opt
 
 
 def _report() -> Report:
-    """Return the report of the patch that is bound."""
-    assert _state.active is not None
+    """Return the report of the patch that is bound, or of the one that TRITONCOMM_MEGATRON has switched off."""
+    if _state.active is None:
+        return Report(_core("package_info").__version__, (), (f"all names: {variables.MEGATRON.name} is off",))
     return _state.active.report()
 
 
@@ -453,11 +468,10 @@ def _callables(label: str, theirs: Any, ours: Any) -> Iterator[tuple[str, Any, A
 
 def _kept(cross_entropy: bool, replaced: Set[str]) -> Iterator[str]:
     """Yield the report's lines on calls of replaced names that remain Megatron's by design."""
-    if replaced & {*_LINEAR, *_FROZEN}:
-        yield (
-            "linear layers with gradient_accumulation_fusion, with deferred embedding gradients, with a gtp_remat_size "
-            "other than 1, with an output_dtype other than the input's, or under autocast"
-        )
+    if linear := replaced & {_LINEAR[0], _FROZEN[0]}:
+        taken = {p.name for name in linear for p in _parameters(_state.original(_LAYERS, name))}
+        cases = [phrase for argument, phrase in _KEPT_ARGUMENTS.items() if argument in taken]
+        yield f"linear layers {', '.join(cases)}, or under autocast"
     if _CROSS_ENTROPY in replaced:
         yield f"{_CROSS_ENTROPY} with label smoothing, which is over the local vocabulary there"
     elif not cross_entropy:

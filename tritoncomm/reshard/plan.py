@@ -426,7 +426,8 @@ class TransferPlan:
             f"largest rank: {amount(self.sent.max())} {unit} sent, {amount(self.received.max())} received",
             f"extra memory: {amount(self.largest)} {unit} at most on each side, {amount(self.staged_bytes)} for blocks "
             "that stay",
-            f"predicted, not measured: {passes:.1f} us of passes, {exchange:.1f} us of exchange, at {rates}",
+            f"predicted, not measured: {passes:.1f} us of passes, {exchange:.1f} us of exchange",
+            str(rates),
         ]
         return "\n".join(lines)
 
