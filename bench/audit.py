@@ -1,4 +1,4 @@
-"""docs/machine_code.md: what the compiled kernels do per useful 16 bytes, by layout; no GPU takes part.
+"""bench/results/machine_code.md: what the compiled kernels do per useful 16 bytes, by layout; no GPU takes part.
 
 ``python -m bench.audit`` prints the page, ``--write`` writes it. Every case is a real call: planned as for a GPU,
 cross-compiled with the compiler and assembler that Triton ships, disassembled and counted.
@@ -24,7 +24,7 @@ from tritoncomm.tune.static import resident
 
 __all__ = ["CASES", "PAGE", "Case", "Figures", "measure", "page"]
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "machine_code.md"
+PAGE = Path(__file__).resolve().parent / "results" / "machine_code.md"
 Ints = tuple[int, ...]
 _ONE, _TWO, _THREE = "1 outer dim", "2 outer dims", "3 outer dims"
 _SIZE = 2**26

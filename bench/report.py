@@ -23,26 +23,25 @@ COPIED = "copied"  # the end of a mode in which ours copies more than the peer
 
 HEAD = """# Benchmarks
 
-Written by `python bench/report.py --write` from the files in `bench/results/`; a test compares the two.
+Written by `python bench/report.py --write` from the files in `bench/results/`; a test compares the two. Every row is in
+its file, with the versions that it was measured with. This page has the targets, the means, the tables of the GPUs, and
+every row in which a peer is faster.
 
 `make bench` measures on this machine and compares with these figures. `python -m bench` does the same part by part, and
-draws pictures. Times of different machines do not compare; ratios do. A **ratio** is our time over a peer's for the
-same work. Both are measured in one process, in rounds in which every provider takes its turn. Smaller is better, and
-1.00 is as fast as the peer.
+draws pictures. `tritoncomm bench --ranks N` measures exchanges between the ranks of your machine, without a clone.
+`make bench-against BASE=<commit>` compares two commits.
 
-- Times are microseconds at p20: a fifth of the rounds took less. Load of the machine only ever adds, so the fast rounds
-  count. A ratio is ours at p20 over the peer's at p20.
+- A **ratio** is our time over a peer's for the same work: smaller is better. Both are measured in one process, in
+  rounds in which every provider takes its turn. Times of different machines do not compare; ratios do.
+- Times are microseconds at p20: a fifth of the rounds took less. Load of the machine only ever adds. A ratio is ours at
+  p20 over the peer's at p20.
 - `±` is half the spread of a ratio. The rounds form ten groups of neighbours, each group gives a ratio, and the
-  spread is the distance between their 20 % and 80 % quantiles.
-- Of several runs, each row is the run with the median ratio. Its spread is the median one, or the range of the ratios
-  if that is larger.
+  spread is the distance between their 20 % and 80 % quantiles. Of several runs, each row is the run with the median
+  ratio; its spread is the median one, or the range of the ratios if that is larger.
 - A row fails in `make bench` above its limit, or above its ratio here by more than 10 % and the spread. It is
-  measured again before it fails. The second rule holds only on the processor model that the figures were made on (`cpu`
-  in the versions); figures without a `cpu` are no baseline.
-- `tritoncomm bench --ranks N` measures exchanges between the ranks of your machine, without a clone.
-- `make bench-against BASE=<commit>` compares two commits on any machine.
+  measured again before it fails. The second rule holds only on the processor model that the figures were made on.
 - A *no-op process group* answers every collective at once and moves no data. Times over it are the host's work: Python,
-  autograd, and the calls into the backend. They say nothing about how fast data moves.
+  autograd, and the calls into the backend.
 - A *pass* reads and writes memory once over. Only local copies count, not those inside a backend.
 """
 
@@ -90,6 +89,7 @@ GPU_PEERS = (
     ("torch.compile of DTensor's way", "compiled"),
 )
 GPU_FASTER, GPU_NEAR = 1.5, 0.95  # so many times as fast as a peer, or so near to the roof; never slower
+BOUNDS = {"roof", "floor", "bare"}  # least times of anybody: no peers
 EXCHANGES = "exchanges"  # the file of `tritoncomm bench`
 
 
@@ -98,26 +98,67 @@ def page(results: Path = RESULTS) -> str:
     files = {
         f"{path.parent.name}/{path.stem}": json.loads(path.read_text()) for path in sorted(results.glob("*/*.json"))
     }
+    on_cpu = {name: content for name, content in files.items() if name.startswith("cpu/")}
     sections = [
         HEAD,
         TARGETS,
         "## In short\n\n" + "\n".join(_short(files)) + "\n",
         *_communicating(files),
+        *_cpu(on_cpu),
         *_gpu(files),
     ]
-    sections += [_section(name, content) for name, content in files.items()]
+    sections += [_section(name, content) for name, content in files.items() if name not in on_cpu]
     return "\n".join(sections)
 
 
 def _short(files: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """One line per part: its rows and the geometric means it states."""
-    yield "| results | rows | ours / peer, geometric mean |"
-    yield "|---|---:|---|"
+    """One line per part: what it measures, its rows and the geometric means it states."""
+    yield "| results | of | rows | ours / peer, geometric mean |"
+    yield "|---|---|---:|---|"
     for name, content in files.items():
         mean = content.get("geometric_mean", {})
         by_mode = mean if isinstance(mean, dict) else {"": mean}
         told = "; ".join(f"{mode} {value:.2f}".strip() for mode, value in by_mode.items() if not mode.endswith(COPIED))
-        yield f"| [{name}](#{name.replace('/', '')}) | {len(rows_of(content))} | {told} |"
+        about = " ".join(_about(name.split("/")[1]).partition("\n\n")[0].split()).removesuffix(".")
+        linked = f"`{name}`" if name.startswith("cpu/") else f"[`{name}`](#{name.replace('/', '')})"
+        yield f"| {linked} | {about} | {len(rows_of(content))} | {told} |"
+
+
+def _cpu(files: dict[str, dict[str, Any]]) -> list[str]:
+    """All rows as a picture, and a table of those in which a peer is faster."""
+    slower, compared = [], 0
+    for name, content in files.items():
+        for row in rows_of(content):
+            ratios = {peer: ratio for peer, ratio in row["ratio"].items() if peer not in BOUNDS}
+            compared += len(ratios)
+            if told := "; ".join(f"`{peer}` {_ratio(row, peer)}" for peer, ratio in ratios.items() if ratio > 1):
+                slower.append(f"| {name.partition('/')[2]} | {_label(row)} | {told} |")
+    if not files:
+        return []
+    rows = sum(len(rows_of(content)) for content in files.values())
+    lines = [
+        "## On a CPU",
+        "",
+        "![Ratios of all rows](ratios.svg)",
+        "",
+        f"A peer is faster in {len(slower)} of {rows} rows. Rows of",
+        '`host_cost` with "copied" copy what Megatron overwrites, unless `overwrite_inputs` is on. Rows of',
+        "`exchanges` are times over Gloo on two cores; `bare`, the collectives alone on contiguous buffers, is their",
+        "lower bound and not a peer.",
+        "",
+    ]
+    table = ["| part | row | the faster peer, ours / peer |", "|---|---|---|", *slower]
+    return ["\n".join(lines + _folded(f"The {len(slower)} rows", table))]
+
+
+def _label(row: dict[str, Any]) -> str:
+    """The row, and whether ours copies in it what the peer overwrites."""
+    return row["row"] + ", copied" * row.get("mode", "").endswith(COPIED)
+
+
+def _folded(summary: str, lines: list[str]) -> list[str]:
+    """Lines that a page shows when somebody asks for them."""
+    return ['<details markdown="1">', f"<summary>{summary}</summary>", "", *lines, "", "</details>", ""]
 
 
 def communicating(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -156,7 +197,7 @@ def _communicating(files: dict[str, dict[str, Any]]) -> list[str]:
     lines = [
         "## Mappings that communicate",
         "",
-        "Means over the rows of [host time](#cpuhost_cost) that start a collective. A real backend's enqueue",
+        "Means over the rows of `cpu/host_cost` that start a collective. A real backend's enqueue",
         "costs both sides the same, so the second ratio is nearer to 1. Plain torch checks and counts nothing.",
         "",
         "| mode | ours / Megatron | with Gloo's enqueue added to both | ours / plain torch by hand |",
@@ -209,14 +250,14 @@ def _gpu(files: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _slower(device: str, rows: "Rows") -> list[str]:
-    """A table of all rows in which a peer is faster; a no-op launch of the host is no peer."""
+    """A table of all rows in which a peer is faster."""
     slower = [
         f"| {row['row']} | `{peer}` | {_ratio(row, peer)} |"
         for row in rows
         for peer, ratio in row["ratio"].items()
-        if ratio > 1 and peer not in ("roof", "floor")
+        if ratio > 1 and peer not in BOUNDS
     ]
-    compared = sum(len(row["ratio"].keys() - {"roof", "floor"}) for row in rows)
+    compared = sum(len(row["ratio"].keys() - BOUNDS) for row in rows)
     heads = ["", f"A peer is faster on {device} in these {len(slower)} of {compared} comparisons:", ""]
     return [*heads, "| row | peer | ours / peer |", "|---|---|---:|", *slower] if slower else []
 
@@ -299,7 +340,8 @@ def _section(name: str, content: dict[str, Any]) -> str:
     ranks = f" {content['ranks']} ranks over {content['backend']}, {content['dtype']}." if "ranks" in content else ""
     made = f"Measured with {versions}{runs}.{ranks} Unit: {content.get('unit', 'microseconds')}."
     tables = [line for some in _by_operation(rows) for line in (*_table(some), "")]
-    return "\n".join([f"## {name}", "", _about(name.split("/")[1]), "", made, "", *tables])
+    about = _about(name.split("/")[1])
+    return "\n".join([f"## {name}", "", about, "", made, "", *_folded(f"All {len(rows)} rows", tables[:-1])])
 
 
 def _by_operation(rows: Rows) -> list[Rows]:
@@ -328,11 +370,8 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     counted = list(dict.fromkeys(label for row in rows for label in counts(row, providers)))
     shown = {name: f"`{name}`" if "[" in name else name for name in providers}  # fn[grid](...) would be a link
     timed = providers
-    if shared:  # times of the peers follow from the ratios
-        timed, peers = (
-            [each for each in providers if each in ("ours", "roof")],
-            [each for each in peers if each != "roof"],
-        )
+    if shared:  # the file has the times, which follow from the machine's bandwidth
+        timed, peers = [], [each for each in peers if each != "roof"]
     enqueued = "enqueue" in providers
     heads = ["row", *(f"{shown[name]}, us" for name in timed), *(f"ours / {shown[peer]}" for peer in peers)]
     heads += (

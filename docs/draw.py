@@ -1,8 +1,9 @@
-"""Draws docs/address_map.svg, and docs/host_time.svg of the committed figures: `make docs`.
+"""Draws docs/address_map.svg, and of the committed figures docs/host_time.svg and docs/ratios.svg: `make docs`.
 
 Both have a background of their own, so that they can be read on dark pages.
 """
 
+import html
 import json
 import math
 from pathlib import Path
@@ -82,6 +83,43 @@ def draw_host_time() -> str:
     return picture(680, bottom + 46, parts)
 
 
+RATIOS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+def draw_ratios() -> str:
+    """A dot for every row and peer of the parts that run on a CPU: our time over the peer's, on a logarithmic axis."""
+    strips: dict[str, list[float]] = {}
+    for path in sorted((ROOT / "bench" / "results" / "cpu").glob("*.json")):
+        for row in json.loads(path.read_text())["rows"]:
+            for peer, ratio in row["ratio"].items():
+                if peer != "bare":  # a lower bound, no peer
+                    strips.setdefault(f"{path.stem}, {peer}", []).append(ratio)
+    left, width, step, top = 230, 430, 20, 66
+    bottom = top + step * len(strips)
+
+    def place(ratio: float) -> float:
+        share = math.log(max(ratio, RATIOS[0]) / RATIOS[0]) / math.log(RATIOS[-1] / RATIOS[0])
+        return left + width * min(share, 1.02)
+
+    parts = [note(20, 26, "Our time over a peer's, every row measured on a CPU", 14)]
+    parts.append(note(20, 44, "left of the line ours takes less time; a row per part and peer", 12))
+    for ratio in RATIOS:
+        style = "" if ratio == 1 else ' stroke-dasharray="2 4"'
+        x = f"{place(ratio):.0f}"
+        parts.append(f'<line x1="{x}" y1="{top - 8}" x2="{x}" y2="{bottom}" stroke="#333"{style}/>')
+        parts.append(
+            f'<text x="{x}" y="{bottom + 16}" text-anchor="middle" font-size="12" fill="#333">{ratio:g}</text>'
+        )
+    for i, (name, ratios) in enumerate(sorted(strips.items())):
+        y = top + step * i + 4
+        parts.append(note(20, y + 4, html.escape(name, quote=False), 12))
+        for ratio in sorted(ratios):
+            color = COLORS[1] if ratio > 1 else COLORS[0]
+            parts.append(f'<circle cx="{place(ratio):.1f}" cy="{y}" r="4" fill="{color}" fill-opacity="0.5"/>')
+    return picture(left + width + 30, bottom + 30, parts)
+
+
 if __name__ == "__main__":
     Path(__file__).with_name("address_map.svg").write_text(draw())
     Path(__file__).with_name("host_time.svg").write_text(draw_host_time())
+    Path(__file__).with_name("ratios.svg").write_text(draw_ratios())

@@ -16,7 +16,7 @@ from bench import kept, report
 DOCS = report.PAGE.parent
 README = DOCS.parent / "README.md"
 PAGES = [README, *sorted(DOCS.glob("*.md")), *sorted((DOCS / "architecture").glob("*.md"))]
-GENERATED = {"benchmarks.md", "machine_code.md", "compatibility.md"}  # whole pages, compared by tests of their own
+GENERATED = {"benchmarks.md", "compatibility.md"}  # whole pages, compared by tests of their own
 FIGURE = re.compile(r"(?<![\w.])\d{1,2}\.\d{2,}(?![\w.]|\.\d)")
 VERSIONS = {f"{major}.{minor}" for major, minors in {
     0: range(16, 21), 1: (15, 16), 2: range(11, 31), 3: range(11, 15), 5: (23, 24),

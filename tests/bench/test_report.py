@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import report, timing
+from docs import draw
 
 
 def gpu_row(op: str, share: float, target: float | None) -> dict[str, Any]:
@@ -16,17 +17,36 @@ def test_the_committed_page_is_the_generated_one() -> None:
     assert report.PAGE.read_text() == report.page(), wrong
 
 
-def test_every_row_is_on_the_page() -> None:
+def test_every_row_of_a_gpu_and_every_faster_peer_is_on_the_page() -> None:
     page = report.page()
+    on_cpu = page.partition("\n## On a CPU\n")[2].partition("\n## ")[0].splitlines()
     for path in sorted(report.RESULTS.glob("*/*.json")):
         name = f"{path.parent.name}/{path.stem}"
-        assert f"## {name}\n" in page
+        rows = report.rows_of(report.json.loads(path.read_text()))
+        if path.parent.name == "cpu":
+            assert f"| `{name}` |" in page
+            for row in rows:
+                lines = [line for line in on_cpu if line.startswith(f"| {path.stem} | {row['row']}")]
+                faster = {peer: ratio for peer, ratio in row["ratio"].items() if ratio > 1 and peer != "bare"}
+                told = [line for line in lines if all(f"`{p}` {ratio:.2f} ± " in line for p, ratio in faster.items())]
+                assert bool(lines) >= bool(told) >= bool(faster), row["row"]
+                assert faster or not [line for line in lines if f" {row['row']} |" in line], row["row"]
+            continue
         section = page.partition(f"## {name}\n")[2].partition("\n## ")[0]
-        for row in report.rows_of(report.json.loads(path.read_text())):
+        for row in rows:
             (line,) = (line for line in section.splitlines() if line.startswith(f"| {row['row']} |"))
             for peer, ratio in row["ratio"].items():
                 shown = f"| {row['share_of_roof']:.2f} |" if peer == "roof" else f"{ratio:.2f} ± "
                 assert shown in line, (row["row"], peer)
+
+
+def test_the_picture_of_ratios_has_a_dot_for_every_row_and_peer() -> None:
+    drawn = (report.PAGE.parent / "ratios.svg").read_text()
+    assert drawn == draw.draw_ratios(), "run `make docs`"
+    files = [report.json.loads(path.read_text()) for path in report.RESULTS.glob("cpu/*.json")]
+    ratios = [ratio for file in files for row in file["rows"] for peer, ratio in row["ratio"].items() if peer != "bare"]
+    assert drawn.count("<circle ") == len(ratios)
+    assert drawn.count(f'fill="{draw.COLORS[1]}"') == sum(ratio > 1 for ratio in ratios)
 
 
 def test_a_gpu_is_not_measured_until_it_is(tmp_path: Path) -> None:
@@ -72,9 +92,8 @@ def test_mappings_that_communicate_have_means_of_their_own(tmp_path: Path) -> No
     timing.write_json(tmp_path / "cpu" / "host_cost.json", {"versions": {}, "rows": rows})
     page = report.page(tmp_path)
     assert "| forward | 0.25 | 0.50 | 0.50 |" in page
-    assert "| row | ours, us | by hand, us | enqueue, us | megatron, us | ours / by hand | ours / megatron |" in page
-    assert "| a | 5.0 | 10.0 | 10.0 | 20.0 | 0.50 ± 0.00 | 0.25 ± 0.00 | 0.50 |" in page
-    assert "| b | 1.0 | 10.0 | - | 20.0 | 0.10 ± 0.00 | 0.05 ± 0.00 | - |" in page
+    assert "A peer is faster in 1 of 3 rows." in page
+    assert "| host_cost | c, copied | `by hand` 4.00 ± 0.00; `megatron` 2.00 ± 0.00 |" in page
 
 
 def test_the_readme_quotes_the_committed_figures() -> None:

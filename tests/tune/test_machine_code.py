@@ -1,6 +1,8 @@
 """Every kernel, cross-compiled: 16-byte access wherever the bytes allow it, loads in flight, registers, no spills."""
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,16 +11,27 @@ import triton
 import triton.language as tl
 from tiles import EVERY_TARGET
 from tiles import audit as audit_tiles
+from triton.runtime.interpreter import InterpretedFunction
 from tritoncomm_kernels import Config, config_for
 
 from bench import audit
 from tritoncomm.tune import machine_code
 from tritoncomm.tune.machine_code import TARGETS, Build, Code, build_all, compiled_kernels
 
+ROOT = Path(__file__).parents[2]
 ELEMENT = {16: ("i64", 2), 8: ("i64", 1), 4: ("i32", 1), 2: ("i16", 1), 1: ("i8", 1)}
 on_targets = pytest.mark.parametrize("target", EVERY_TARGET)
 TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 SIZE = {"i64": 8, "i32": 4, "i16": 2, "i8": 1, "fp32": 4, "bf16": 2, "fp64": 8}
+
+
+def test_no_kernel_calls_what_is_written_in_tritons_language() -> None:
+    """Once the interpreter has run ``tl.sum`` or its like, no kernel compiles in that process any more."""
+    names = {name for name, value in vars(tl).items() if isinstance(value, triton.JITFunction | InterpretedFunction)}
+    assert {"sum", "max", "zeros", "cdiv"} <= names
+    paths = [path for folder in ("kernels", "bench") for path in (ROOT / folder).rglob("*.py")]
+    found = {f"{path.name}: tl.{name}" for path in paths for name in re.findall(r"\btl\.(\w+)\(", path.read_text())}
+    assert {one for one in found if one.partition("tl.")[2] in names} == set()
 
 
 def tile(name: str, unit: int, element: int, target: str) -> tuple[int, int]:
