@@ -16,7 +16,7 @@ newest := torch
 # The releases of Megatron that the tests know: TESTED of that module.
 megatrons := $(shell sed -n 's/^TESTED = (\(.*\))/\1/p' tritoncomm/integrations/megatron.py | tr -d '",')
 unpacked := $(patsubst %,.megatron/%,$(wordlist 2,99,$(megatrons)))
-peers := deepspeed==0.19.8 yunchang==0.6.4 transformers==5.23.0 accelerate==1.15.0
+peers := deepspeed==0.19.8 yunchang==0.6.4 transformers==5.23.0 accelerate==1.15.0 peft==0.21.2
 
 ifdef PYTHON
 PY := PYTHONPATH=.:kernels $(PYTHON)
@@ -87,7 +87,7 @@ test-models: $(READY) $(PEERS)  ## tests every model of transformers
 # Peers' own test suites and recipes with the newest releases, first alone, then with ours in their place. Their sources
 # come from GitHub; WORLD_MEGATRON=, WORLD_DEEPSPEED=, WORLD_YUNCHANG= and WORLD_COLOSSALAI= name a folder or a git
 # repository instead. ARGS="--only TRL" runs one suite, and --write puts the rows into docs/compatibility.md.
-world := torch transformers accelerate trl datasets requests pytest-mock deepspeed yunchang spmd-types
+world := torch transformers accelerate trl peft datasets requests pytest-mock deepspeed yunchang spmd-types
 test-world: $(if $(PYTHON),,.venv-world/.ready $(MEGATRON:%=.megatron/%))  ## runs peers' own tests with ours in their place
 	PYTHONPATH=$(MEGATRON:%=$(CURDIR)/.megatron/%:)$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/tools$(PYTHONPATH:%=:%) \
 	    $(or $(PYTHON),.venv-world/bin/python) -m outside $(ARGS)

@@ -63,7 +63,7 @@ OTHERS_KERNELS = (
 OTHERS = """## Every target
 
 Instructions for every 16 useful bytes / registers, of the same calls on every target that the tests compile for
-(`make test` for sm_80, sm_90, sm_100 and gfx942, `make test-all` for all). Warps of gfx have 64 lanes, so that their
+(CI for sm_80, sm_90, sm_100 and gfx942, `make test-all` for all). Warps of gfx have 64 lanes, so that their
 tiles are twice as large. Of these targets only sm_90 has run the kernels ([hardware](compatibility.md#hardware)).
 """
 

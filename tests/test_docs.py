@@ -24,14 +24,14 @@ from tritoncomm.integrations.megatron import TESTED
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NOT_RUN = {"ulysses.md": 1}
+NOT_RUN = {"ulysses.md": 2}
 SETUPS = {"integrations_megatron.md": 1}  # silences Megatron's warnings; the page runs without it
 # Other frameworks that blocks import, by what installs them (as `make test` does).
 PEERS = {
     "megatron": "pip install --no-deps megatron-core==0.16.1",
     "transformers": "pip install transformers==5.23.0 accelerate==1.15.0",
 }
-BLOCK = re.compile(r"^<!-- setup:\n(?P<setup>.*?)^-->\n+|^(?:<!-- not run: (?P<reason>.+) -->\n+)?"
+BLOCK = re.compile(r"^<!-- setup:\n(?P<setup>.*?)^-->\n+|^(?:<!-- not run: (?P<reason>[^\n]+) -->\n+)?"
                    r"^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)  # fmt: skip
 
 

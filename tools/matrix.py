@@ -46,7 +46,7 @@ Written by `make test-matrix`, which runs the tests in every environment that is
 from the run before; a test compares this page with `tests/compatibility.json`. Every cell has the day and the commit of
 its run.
 
-`make test` sets up the first environment, with the versions of `constraints.txt`. `make test-oldest` and
+`make test-rest` sets up the first environment, with the versions of `constraints.txt`. `make test-oldest` and
 `make test-newest` set up the other two.
 """
 BETWEEN = """
@@ -62,12 +62,12 @@ HARDWARE = """
 
 | | kernels compiled | tested | times measured |
 |---|---|---|---|
-| sm_90 (H100, H200) | in `make test` | on one GPU | [kernels, on one GPU](benchmarks.md#on-a-gpu) |
-| sm_80, sm_100 | in `make test` | their code on a CPU | no |
+| sm_90 (H100, H200) | in CI | on one GPU | [kernels, on one GPU](benchmarks.md#on-a-gpu) |
+| sm_80, sm_100 | in CI | their code on a CPU | no |
 | sm_89, sm_120 | in `make test-all` | no | no |
-| gfx942 | in `make test` | no | no |
+| gfx942 | in CI | no | no |
 | gfx90a, gfx950 | in `make test-all` | no | no |
-| CPU | - | in `make test`, with plain torch and with Triton's interpreter | [mappings, over Gloo](benchmarks.md) |
+| CPU | - | in CI, with plain torch and with Triton's interpreter | [mappings, over Gloo](benchmarks.md) |
 
 ### Over NCCL
 

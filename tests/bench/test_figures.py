@@ -80,6 +80,10 @@ def ratios(part: str, label: str, peer: str) -> str:
     return " | ".join(f"{row['ratio'][peer]:.2f}" for row in found)
 
 
+def span_of(part: str, label: str, peer: str) -> str:
+    return span(row["ratio"][peer] for row in rows("cpu", f"{part}.json") if row["row"].startswith(label))
+
+
 def orders() -> str:
     """Packs of 64 MiB and more that follow the wire, over the same ones in the order of the rows."""
     found = []
@@ -103,7 +107,9 @@ def orders() -> str:
 # By page: texts in which {} stands for what a function computes from committed files.
 CLAIMS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "README.md": [
-        ("unpacked at {} of the speed of a plain copy on the H100", copies),
+        ("{} of the host time of a GPT step", lambda: span_of("megatron_step", "GPT step", "megatron")),
+        ("{} of the host time of a step", lambda: span_of("parallel", "tensor", "torch")),
+        ("unpacked at {} of the speed of a plain copy", copies),
         ("A pack of bfloat16 takes {} of the time of `split` and `cat`", lambda: against("pack", "split + cat")),
         ("an unpack {},", lambda: against("unpack", "split + cat")),
         ("a sum of 2 to 64 parts {} of `torch.sum`'s", lambda: against("reduce", "sum")),
@@ -116,6 +122,7 @@ CLAIMS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     ],
     "tuning.md": [("it takes {} of the time of the order of the rows on an H100", orders)],
     "integrations_megatron.md": [
+        ("a GPT step takes {} of its host time", lambda: span_of("megatron_step", "GPT step", "megatron")),
         ("| GPT step | {} |", lambda: ratios("megatron_step", "GPT step", "megatron")),
         ("one row-parallel linear layer | {} |", lambda: ratios("megatron_step", "column", "megatron")),
     ],
@@ -125,7 +132,11 @@ CLAIMS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     ],
 }
 # Figures that need no file, and the tests that count the bytes.
-ASSERTED = {"sums.md": {"0.75": "tests/integrations/test_data_parallel.py::test_the_hook_of_ddp"}}
+BYTES = {
+    "0.50": "tests/integrations/test_data_parallel.py::test_fsdp_sums_in_rank_order",
+    "0.75": "tests/integrations/test_data_parallel.py::test_the_hook_of_ddp",
+}
+ASSERTED = {"sums.md": BYTES, "README.md": BYTES}
 
 
 def words(text: str) -> str:
@@ -159,3 +170,44 @@ def test_no_figure_is_without_a_file(path: Path) -> None:
     for test in ASSERTED.get(path.name, {}).values():
         file, _, name = test.partition("::")
         assert f"def {name}(" in (DOCS.parent / file).read_text(), test
+
+
+GPUS = {H100: "an H100", "nvidia-h200": "an H200"}
+UNKNOWN = re.compile(
+    r"(?i)unmeasured|not measured|never measured|has measured|never run|not run|has run|not on a gpu|no figures"
+)
+
+
+def status() -> str:
+    """The README's sentence on what is tested and measured, from the files of results."""
+    tests = [json.loads(path.read_text()) for path in report.RESULTS.glob("*/tests/nccl.json")]
+    names = {result["test"] for content in tests for result in content["tests"] if result["outcome"] == "passed"}
+    ranks = [count for word, count in (("two", 2), ("four", 4), ("eight", 8)) if any(f"_{word}_" in n for n in names)]
+    files = [json.loads(path.read_text()) for path in report.RESULTS.glob("*/exchanges.json")]
+    measured = "measured" if any(file["backend"] == "nccl" for file in files) else "not measured"
+    kernels = " and ".join(
+        name for device, name in GPUS.items() if (report.RESULTS / device / "gpu_bench.json").exists()
+    )
+    tested = f"exchanges are tested over NCCL between {' and '.join(map(str, ranks))} ranks of one GPU"
+    return f"**Status: {tested}; times between GPUs are {measured}. Kernels are measured on {kernels}**"
+
+
+def test_the_status_is_what_the_results_say() -> None:
+    assert status() in words(README.read_text())
+    assert {path.parent.name for path in report.RESULTS.glob("*/gpu_bench.json")} == GPUS.keys()
+    hardware = words((DOCS / "compatibility.md").read_text())
+    assert "| sm_90 (H100, H200) | in CI | on one GPU | [kernels, on one GPU]" in hardware
+    assert "| | 2 ranks | 4 ranks |" in hardware
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_page_that_speaks_of_hardware_links_to_the_table(path: Path) -> None:
+    """One table says what ran and what was measured on GPUs; no page has an answer of its own."""
+    if path.name in GENERATED:
+        return
+    text = re.sub(r"<!--.*?-->|```.*?```", "", path.read_text(), flags=re.DOTALL)
+    parts = [part for block in text.split("\n\n") for part in re.split(r"\n(?=- |\|)", block)]
+    loose = [
+        words(part) for part in parts if UNKNOWN.search(part) and re.search(r"(?i)\bgpus?\b|\bnccl\b|H[12]00", part)
+    ]
+    assert [part for part in loose if "compatibility.md#hardware" not in part] == []

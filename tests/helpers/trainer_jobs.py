@@ -68,6 +68,7 @@ class Report(NamedTuple):
     Attributes:
         alone: the run of one process, before it was rank 0; None on other ranks.
         sharded: the run over sequence shards.
+        adapted: the same two runs of a model with LoRA adapters; None in a job of more than two ranks.
         saved: files of a checkpoint.
         errors: of each misuse, by its name.
         rounded: steps of each model, by "exact" (in fp32), "alone" and "sharded" (under bf16 autocast); see ``_steps``.
@@ -76,6 +77,7 @@ class Report(NamedTuple):
 
     alone: Run | None
     sharded: Run
+    adapted: tuple[Run | None, Run] | None
     saved: list[str]
     errors: dict[str, str]
     rounded: dict[str, dict[str, Steps]]
@@ -109,6 +111,14 @@ def _model(**more: Any) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
+def _adapted_model() -> Any:
+    """The model, frozen but for LoRA adapters, whose products are not zero at the start."""
+    from peft import LoraConfig, get_peft_model  # imports transformers
+
+    torch.manual_seed(1)
+    return get_peft_model(_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+
+
 def _arguments(folder: str, **more: Any) -> Any:
     options = {
         "output_dir": folder, "use_cpu": True, "report_to": [], "disable_tqdm": True, "optim": "sgd",
@@ -119,11 +129,13 @@ def _arguments(folder: str, **more: Any) -> Any:
     return _library().TrainingArguments(**(options | more))
 
 
-def _run(kind: Any, batch: int, evaluated: int, folder: str, **more: Any) -> Run:
-    """Three steps of four samples in two parts, an evaluation, and predictions."""
-    args = _arguments(folder, per_device_train_batch_size=batch, per_device_eval_batch_size=batch)
-    samples = _samples()
-    trainer = kind(model=_model(), args=args, train_dataset=samples, eval_dataset=samples[:evaluated], **more)
+def _run(kind: Any, batch: int, evaluated: int, folder: str, is_adapted: bool = False, **more: Any) -> Run:
+    """Three steps of four samples in two parts, an evaluation, and predictions; adapters with checkpointed layers."""
+    args = _arguments(
+        folder, per_device_train_batch_size=batch, per_device_eval_batch_size=batch, gradient_checkpointing=is_adapted
+    )
+    samples, model = _samples(), _adapted_model() if is_adapted else _model()
+    trainer = kind(model=model, args=args, train_dataset=samples, eval_dataset=samples[:evaluated], **more)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
     unlabelled = [{"input_ids": each["input_ids"]} for each in samples[:evaluated]]
@@ -253,6 +265,7 @@ def run_job_of_trainers(ranks: Sequence[Mapping[str, str]], sequence: int, batch
     with tempfile.TemporaryDirectory() as folder:
         is_first, is_pair = not int(os.environ["PLACE"]), len(ranks) == 2
         alone = _run(_quiet_trainer(), 2, evaluated, folder) if is_first else None
+        adapted = _run(_quiet_trainer(), 2, evaluated, folder, True) if is_first and is_pair else None
         counted = _sums(_summing_trainer(), 2, evaluated, folder) if is_first else None
         rounded: dict[str, dict[str, Steps]] = {kind: {} for kind in KINDS}
         for kind in KINDS if is_first and is_pair else ():
@@ -261,6 +274,7 @@ def run_job_of_trainers(ranks: Sequence[Mapping[str, str]], sequence: int, batch
         group = _join(ranks, sequence)
         name = ours.register(group)
         sharded = _run(_sharded_trainer(), batch, evaluated, folder, ulysses=name)
+        both = (adapted, _run(_sharded_trainer(), batch, evaluated, folder, True, ulysses=name)) if is_pair else None
         sums = _sums(_mixed(_summing_trainer(), True), batch, evaluated, folder, ulysses=name)
         for kind in KINDS if is_pair else ():
             rounded[kind]["sharded"] = _steps(kind, _sharded_trainer(), folder, ulysses=name)
@@ -268,7 +282,7 @@ def run_job_of_trainers(ranks: Sequence[Mapping[str, str]], sequence: int, batch
         errors = _misuses(group, name, folder) if is_pair else {}
     ours.unregister()
     tritoncomm.destroy()
-    return Report(alone, sharded, saved, errors, rounded, (counted, sums))
+    return Report(alone, sharded, both, saved, errors, rounded, (counted, sums))
 
 
 class _Stream(IterableDataset[dict[str, Tensor]]):

@@ -138,8 +138,11 @@ def run_fsdp(group: ProcessGroup, steps: int) -> float:
     mesh = DeviceMesh.from_group(group, "cpu")
     expected = trained_by_hand(world, steps)
     model = sharded(mesh)
-    fsdp2.use(model)
-    fsdp2.use(model, wire=BF16)  # again: no comm on top of a comm
+    assert "nothing unless" not in str(fsdp2.use(model, round_accumulated=True))
+    report = fsdp2.use(model, wire=BF16)  # again: no comm on top of a comm
+    assert report == (("model", "first", "frozen", "again", "sometimes"), BF16, False, False)
+    assert str(report).splitlines()[0] == "fsdp2.use: 5 FSDP modules; gradients travel in bfloat16, not in float32"
+    assert "saves nothing unless round_accumulated=True" in str(report)
     before = 0
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -211,7 +214,7 @@ def run_hsdp(group: ProcessGroup) -> None:
     rank = group.rank()
     mesh = mesh_of_four("replicas", "shards")
     model = sharded(mesh)
-    fsdp2.use(model)
+    assert "all-reduce between replicas (HSDP) stays in float32" in str(fsdp2.use(model))
     expected = trained_by_hand(4, 20, lambda parts: (mean(parts[:2]) + mean(parts[2:])) / 2)
     assert_equal(train(model, rank, 20), expected)
 

@@ -171,7 +171,7 @@ SUITES = {
     "DTensor's redistributions": _own("torch", "dtensor", ranks=4),
     "transformers' tensor parallelism under `verify`": _own("transformers", "families", modules=("transformers",)),
     "types of mappings by spmd_types": _own("spmd_types", "spmd", ranks=1, modules=("spmd_types",)),
-    "TRL's SFTTrainer": _own("trl", "trl", together=False, modules=("trl", "datasets")),
+    "TRL's SFTTrainer": _own("trl", "trl", together=False, modules=("trl", "datasets", "peft")),
 }
 
 

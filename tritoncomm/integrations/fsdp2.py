@@ -19,8 +19,37 @@ from tritoncomm.core import backend
 from tritoncomm.core.node_exchange import Levels
 from tritoncomm.core.wire_sum import checked_wire
 from tritoncomm.errors import ArgumentError, UnsupportedError
+from tritoncomm.parsing import counted, dtype_name
 
-__all__ = ["restore", "use"]
+__all__ = ["Report", "restore", "use"]
+
+
+class Report(NamedTuple):
+    """Report of ``use``.
+
+    Attributes:
+        modules: paths of the FSDP modules whose gradients travel in ``wire``; the model itself is ``model``.
+        wire: dtype on the wire, in the place of fp32.
+        round_accumulated: argument of ``use``.
+        replicates: whether a mesh of two dims all-reduces gradients too (HSDP), which stays in fp32.
+    """
+
+    modules: tuple[str, ...]
+    wire: torch.dtype
+    round_accumulated: bool
+    replicates: bool
+
+    def __str__(self) -> str:
+        count = counted(len(self.modules), "FSDP module")
+        lines = [f"fsdp2.use: {count}; gradients travel in {dtype_name(self.wire)}, not in float32"]
+        if self.replicates:
+            lines.append("  the all-reduce between replicas (HSDP) stays in float32")
+        if not self.round_accumulated:
+            lines += [
+                "  gradients accumulated with set_requires_gradient_sync(False) travel in float32:",
+                "  with accumulation this saves nothing unless round_accumulated=True",
+            ]
+        return "\n".join(lines)
 
 
 class _Options(NamedTuple):
@@ -87,7 +116,7 @@ def use(
     wire_between: torch.dtype | None = None,
     exchange: Levels | None = None,
     round_accumulated: bool = False,
-) -> None:
+) -> Report:
     """Let every FSDP module of ``model`` reduce-scatter its gradients over a 16-bit wire.
 
     A gradient is ``round((g of rank 0 + g of rank 1 + ...) * scale)`` in fp32 and in rank order, as if fp32 had been
@@ -102,6 +131,9 @@ def use(
         wire: dtype of the gradients, what travels.
         wire_between, exchange: see ``collective.reduce_scatter``.
         round_accumulated: round gradients that were accumulated in fp32 to ``wire``, once.
+
+    Returns:
+        The modules and the dtype that travels; printed, it says when nothing is saved.
 
     Raises:
         ArgumentError: no FSDP2 module; a wire of another dtype.
@@ -123,6 +155,9 @@ def use(
         ours: Any = _ReduceScatter(comm, group, options)
         module.set_custom_reduce_scatter(ours)
         _watch(group, ours)
+    paths = tuple(path or "model" for path, module in model.named_modules() if any(module is of for _, of, _ in found))
+    replicates = any(group.mesh_info.replicate_mesh_dim is not None for _, _, group in found)
+    return Report(paths, wire, round_accumulated, replicates)
 
 
 def restore(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ def run(kind: str, ranks: int) -> tuple[list[dict[str, float]], str]:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("kind", ["padded", "positions"])
+@pytest.mark.parametrize("kind", ["padded", "lora", "positions"])
 def test_two_ranks_are_one_process(kind: str) -> None:
     (alone, text), (ours, ours_text) = run(kind, 1), run(kind, 2)
     assert len(alone) == 7, text

@@ -1,7 +1,8 @@
 """TRL's SFTTrainer on a small random Llama, alone or behind the mixin, as one line of JSON: ``trl_program.py KIND``.
 
 Under a launcher it runs over sequence shards. KIND is ``padded`` (batches with masks), ``positions`` (packed sequences
-as position ids alone) or ``boundaries`` (packed with the boundaries that TRL adds, which are refused).
+as position ids alone), ``boundaries`` (packed with the boundaries that TRL adds, which are refused) or ``lora``
+(padded batches, and adapters of peft).
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
@@ -55,9 +57,11 @@ def trained(kind: str) -> list[dict[str, float]]:
             folder, max_steps=4, per_device_train_batch_size=2, per_device_eval_batch_size=2, logging_steps=1,
             gradient_accumulation_steps=2, learning_rate=1e-2, report_to=[], disable_tqdm=True, use_cpu=True,
             bf16=False, save_strategy="no", eval_strategy="steps", eval_steps=2, max_length=32,
-            gradient_checkpointing=False, packing=kind != "padded",
+            gradient_checkpointing=False, packing=kind not in ("padded", "lora"),
         )  # fmt: skip
         own: dict[str, Any] = {"args": args, "train_dataset": train, "eval_dataset": evaluated}
+        if kind == "lora":
+            own["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
         if "RANK" in os.environ:
             group = tritoncomm.initialize(context=int(os.environ["WORLD_SIZE"])).get_group("context")
             trainer = SequenceSFTTrainer(model=model, processing_class=tokenizer, ulysses=register(group), **own)
