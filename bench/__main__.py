@@ -26,6 +26,22 @@ __all__ = ["Outcome", "main", "parts", "run"]
 
 HERE = Path(__file__).resolve().parent
 GPU = "gpu"
+# What a part measures, and its seconds on two cores of a server.
+PARTS = {
+    "compiled": ("layers under torch.compile, against Megatron-LM and torch", 135),
+    "end_to_end": ("mappings between 2 and 4 ranks over Gloo", 66),
+    "kernels": ("pack and unpack on a CPU, against torch's ways", 15),
+    "launch": ("host time of a kernel's launch", 8),
+    "many": ("new split sizes, many tensors, many ranks", 37),
+    "mappings": ("host time of every mapping", 70),
+    "megatron_step": ("a GPT's step with and without the patch", 57),
+    "p2p": ("one hop of a pipeline", 26),
+    "parallel": ("styles of parallelize_module", 22),
+    "redistribution": ("sharded tensors, against DTensor", 55),
+    "tensor": ("tensor-parallel layers, against DTensor", 60),
+    "ulysses": ("attention's exchanges, against three libraries", 99),
+    GPU: ("the kernels, against a plain copy and torch", 265),
+}
 FILES = {"mappings": "host_cost"}  # parts whose results have another name
 MISSED, PROGRESS = "MISSED: ", "written:"
 ABOUT = """Run the benchmarks, print ours against peers as ratios, draw them, compare them
@@ -36,7 +52,7 @@ measures the kernels, and needs a GPU."""
 EXAMPLES = """examples:
   python -m bench --list
   python -m bench p2p
-  python -m bench mappings --only all_to_all --rounds 20
+  python -m bench mappings --only "hp2sp 8" --rounds 20
   python -m bench mappings --plot --out figures
   python -m bench --check   (before a commit)
 
@@ -68,7 +84,7 @@ def run(
         part: one of ``parts()``.
         out: folder of the results.
         rounds: samples of every provider; the part's own default without it.
-        only: rows whose label has all these words.
+        only: cases whose label has all these words.
         follow: called with every line that the part prints, as it is printed, except missed targets.
     """
     paths = [str(HERE.parent), str(HERE.parent / "kernels"), os.environ.get("PYTHONPATH", "")]
@@ -117,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("part", nargs="?", help="one part, see --list; by default all that this machine can run")
     parser.add_argument("--list", action="store_true", help="list the parts and stop")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only rows whose name has all these words")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name has all these words")
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds per row; fewer are quicker and noisier")
     parser.add_argument("--check", action="store_true", help="fail when a ratio is worse than the committed one")
     parser.add_argument("--plot", action="store_true", help="draw PNG and SVG into --out, or bench-results")
@@ -143,7 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.list:
         for name in parts():
-            print(name if name in _runnable() else f"{name}   (needs a GPU)")
+            phrase, seconds = PARTS[name]
+            needed = "" if name in _runnable() else " (needs a GPU)"
+            print(f"{name:<15}{phrase + needed:<58}{seconds:>4} s")
         return 0
     if options.rounds is not None and options.rounds < 1:
         parser.error("--rounds must be 1 or more")

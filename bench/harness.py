@@ -9,6 +9,7 @@ import argparse
 import math
 import shutil
 import sys
+import textwrap
 import time
 import traceback
 import warnings
@@ -244,7 +245,8 @@ class Run:
     def finish(self) -> int:
         """Print the means and what was missed, and write the results; the exit status."""
         if not self.rows and not self.failed and not self.left_out:
-            print("no case has a label like that: see --only")
+            labels = "; ".join(map(_label, self.part.cases))
+            print(textwrap.fill(f"no case has all words of --only; there are {labels}", 80))
             return 2
         if self.left_out:
             print(f"{len(self.left_out)} cases left out, {self.part.budget_s} s are over: {'; '.join(self.left_out)}")

@@ -334,22 +334,14 @@ def _host(devices: dict[str, Rows], what: str) -> str:
 
 
 def _section(name: str, content: dict[str, Any]) -> str:
+    """Results of a GPU: how they were made, and a table of all rows."""
     rows = rows_of(content)
     versions = ", ".join(f"{key} {value}" for key, value in content["versions"].items())
     runs = f"; the median of {content['runs']} runs" if content.get("runs", 1) > 1 else ""
     ranks = f" {content['ranks']} ranks over {content['backend']}, {content['dtype']}." if "ranks" in content else ""
     made = f"Measured with {versions}{runs}.{ranks} Unit: {content.get('unit', 'microseconds')}."
-    tables = [line for some in _by_operation(rows) for line in (*_table(some), "")]
     about = _about(name.split("/")[1])
-    return "\n".join([f"## {name}", "", about, "", made, "", *_folded(f"All {len(rows)} rows", tables[:-1])])
-
-
-def _by_operation(rows: Rows) -> list[Rows]:
-    """Rows by what they do, if they say so: operations have other peers, and a table of all has dozens of columns."""
-    by: dict[str, Rows] = {}
-    for row in rows:
-        by.setdefault(row.get("case", {}).get("op", ""), []).append(row)
-    return list(by.values())
+    return "\n".join([f"## {name}", "", about, "", made, "", *_folded(f"All {len(rows)} rows", [*_table(rows)])])
 
 
 def _about(part: str) -> str:
@@ -362,50 +354,31 @@ def _about(part: str) -> str:
     return ""
 
 
-def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
+def _table(rows: Rows) -> Iterator[str]:
+    """A line per row: its share of the roof, or its time, and its fastest peer. The file has all peers."""
     providers = list(dict.fromkeys(provider for row in rows for provider in row["us"]))
-    providers.sort(key=lambda provider: provider != "ours")
-    peers = [provider for provider in providers if any(provider in row["ratio"] for row in rows)]
-    limited, shared = any("limit" in row for row in rows), any("share_of_roof" in row for row in rows)
     counted = list(dict.fromkeys(label for row in rows for label in counts(row, providers)))
-    shown = {name: f"`{name}`" if "[" in name else name for name in providers}  # fn[grid](...) would be a link
-    timed = providers
-    if shared:  # the file has the times, which follow from the machine's bandwidth
-        timed, peers = [], [each for each in peers if each != "roof"]
-    enqueued = "enqueue" in providers
-    heads = ["row", *(f"{shown[name]}, us" for name in timed), *(f"ours / {shown[peer]}" for peer in peers)]
-    heads += (
-        ["ours / megatron, with enqueue"] * enqueued + ["limit"] * limited + ["share of the roof", "target"] * shared
-    )
+    shared = any("share_of_roof" in row for row in rows)
+    heads = ["row", *(("share of the roof", "target") if shared else ("ours, us",)), "fastest peer, ours / peer"]
+    bounds = sorted({peer for row in rows for peer in row["ratio"]} & BOUNDS - {"roof"})
+    heads += [f"ours / {bound}" for bound in bounds]
     heads += [f"{label}: {' / '.join(providers)}" for label in counted]
     yield f"| {' | '.join(heads)} |"
     yield "|---|" + "---:|" * (len(heads) - 1)
     for row in rows:
         cells = [row["row"]]
-        cells += [f"{row['us'][provider]['p20']:.1f}" if provider in row["us"] else "-" for provider in timed]
-        cells += [_ratio(row, peer) for peer in peers]
-        if enqueued:
-            cells.append(f"{_with_enqueue(row):.2f}" if "enqueue" in row["us"] else "-")
-        cells += [_limit(row)] * limited
         if shared:
-            target = row.get("target")
-            share = f"{row['share_of_roof']:.2f}" if "share_of_roof" in row else "-"
-            cells += [share, "-" if target is None else f"{target:.2f}"]
+            cells += [f"{row[key]:.2f}" if row.get(key) is not None else "-" for key in ("share_of_roof", "target")]
+        else:
+            cells.append(f"{row['us']['ours']['p20']:.1f}")
+        peer = max(row["ratio"].keys() - BOUNDS, key=lambda peer: (row["ratio"][peer], peer), default="")
+        cells.append(f"`{peer}` {_ratio(row, peer)}" if peer else "-")
+        cells += [_ratio(row, bound) if bound in row["ratio"] else "-" for bound in bounds]
         figures = counts(row, providers)
-        cells += [figures.get(label, "-") for label in counted]
-        yield f"| {' | '.join(cells)} |"
-
-
-def _limit(row: dict[str, Any]) -> str:
-    """The limit, and in brackets the one with the spread."""
-    if "limit" not in row:
-        return "-"
-    return f"{row['limit']:.2f}" + (f" ({row['limit_with_spread']:.2f})" if "limit_with_spread" in row else "")
+        yield f"| {' | '.join([*cells, *(figures.get(label, '-') for label in counted)])} |"
 
 
 def _ratio(row: dict[str, Any], peer: str) -> str:
-    if peer not in row["ratio"]:
-        return "-"
     return f"{row['ratio'][peer]:.2f} ± {row['spread'].get(peer, 0.0) / 2:.2f}"
 
 

@@ -15,7 +15,10 @@ def markdown() -> str:
     """The rows as a Markdown table."""
     rows = sorted(ROWS, key=lambda row: ORDER.index(row.module))
     lines = ["| operator | layouts it accepts | result | collectives |", "|---|---|---|---|"]
-    lines += [f"| {row.operators} | {row.accepts} | {row.result} | {row.collectives} |" for row in rows]
+    alike: dict[tuple[str, ...], list[str]] = {}  # operators of one rule are one line
+    for row in rows:
+        alike.setdefault((row.accepts, row.result, row.collectives), []).append(row.operators)
+    lines += [f"| {'; '.join(operators)} | {' | '.join(rule)} |" for rule, operators in alike.items()]
     return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 __all__ = [
     "PAGES",
+    "boost",
     "fetched",
     "labelled",
     "on_files",
@@ -17,6 +18,8 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
+GENERATED = {"benchmarks.md", "changelog.md", "compatibility.md"}
+BACKGROUND = {"contributing.md", "design.md", "differences.md", "index.md", "scale.md"}
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 
@@ -64,8 +67,16 @@ def on_files(files: Any, *, config: Any) -> Any:
     return files
 
 
+def boost(path: str) -> float:
+    """Weight of a page in the search: guides first, then background; the API and generated pages at the end."""
+    if path.startswith("api/") or path in GENERATED:
+        return 0.2
+    return 0.6 if path.startswith("architecture/") or path in BACKGROUND else 1.0
+
+
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Make the links of every page those of the site."""
+    """Make the links of every page those of the site, and give the page its weight in the search."""
+    page.meta.setdefault("search", {}).setdefault("boost", boost(page.file.src_uri))
     return relinked(markdown)
 
 

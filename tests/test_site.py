@@ -44,6 +44,12 @@ def test_links_between_pages_become_those_of_the_site() -> None:
     assert site_hooks.relinked(text, at_top=True) == "[a](design.md) ![b](host_time.svg) [c](contributing.md)"
 
 
+def test_the_search_shows_guides_first() -> None:
+    assert site_hooks.boost("sums.md") > site_hooks.boost("architecture/p2p.md") > site_hooks.boost("api/p2p.md")
+    known = site_hooks.GENERATED | site_hooks.BACKGROUND
+    assert known <= {path.name for path in DOCS.glob("*.md")} | set(site_hooks.PAGES.values())
+
+
 def test_cells_name_their_columns() -> None:
     row = '<tr>\n<td><code>a</code></td>\n<td style="text-align: right;">1</td>\n<td></td>\n</tr>'
     table = f"<table>\n<tr>\n<th>name</th>\n<th><em>us</em></th>\n<th></th>\n</tr>\n{row}\n</table>"

@@ -53,6 +53,8 @@ def test_help_and_parts_fit_80_columns(capsys: pytest.CaptureFixture[str], monke
     listed = capsys.readouterr().out
     assert [line.split()[0] for line in listed.splitlines()] == command.parts()
     assert ("(needs a GPU)" in listed) is not torch.cuda.is_available()
+    assert sorted(command.PARTS) == sorted(command.parts())
+    assert max(map(len, listed.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

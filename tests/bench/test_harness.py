@@ -64,8 +64,8 @@ def test_a_run_prints_and_writes_its_rows(run: Any) -> None:
     assert content["geometric_mean"] == {"forward": 0.632}
     assert content["versions"]["cpu"]
     assert "incomplete" not in content
-    assert len(run(PART, "--only", "sec", second=[8.0])[2]["rows"]) == 1
-    assert run(PART, "--only", "none")[0] == 2
+    assert len(run(PART, "--only", "SEC o", second=[8.0])[2]["rows"]) == 1
+    assert run(PART, "--only", "second none")[:2] == (2, "no case has all words of --only; there are first; second\n")
 
 
 def test_a_row_above_its_limit_is_measured_again(run: Any) -> None:

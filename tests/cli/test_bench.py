@@ -19,7 +19,7 @@ from bench import report
 from tritoncomm.bench import by_hand, ranks
 from tritoncomm.bench.exchanges import EXCHANGES, Exchange, Place
 from tritoncomm.bench.run import content
-from tritoncomm.bench.settings import SIZES, Settings, chosen
+from tritoncomm.bench.settings import SIZES, Settings, chosen, matches
 from tritoncomm.cli.bench import cells, summary
 
 SMALL = 1 / 16  # MiB
@@ -56,7 +56,7 @@ def test_every_exchange_is_measured_with_its_peers(tmp_path: Path) -> None:
     assert (content["ranks"], content["backend"], content["failed"], content["left_out"]) == (2, "gloo", [], [])
     for row in content["rows"]:
         assert any(line.startswith(f"{row['exchange']} {SMALL:g} ") for line in lines), row["row"]
-    page = report.page(written_as(tmp_path, "cpu", content))
+    page = report.page(written_as(tmp_path, "nvidia-x", content))
     assert "2 ranks over gloo, bfloat16." in page
     assert page.count("MiB, eager |") == len(EXCHANGES)
 
@@ -181,3 +181,19 @@ def test_sizes_and_names_choose_the_exchanges() -> None:
     assert [one.name for one, _ in chosen(Settings(only=("hop", "copy"), sizes=(2,)))] == [
         "hop forward", "hop both ways", "hop forward, strided", "copy_to",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "expected"),
+    [
+        ("hop", "hop both ways", True),
+        ("WAYS hop", "hop both ways", True),
+        ("hop forward", "hop both ways", False),
+        ("24", "pack run 1024 world 8", False),
+        ("run 1024", "pack run 1024 world 8", True),
+        ("sp2hp", "all_to_all_sp2hp [8, 16]", True),
+        ("", "anything", True),
+    ],
+)
+def test_words_choose_names(words: str, name: str, expected: bool) -> None:
+    assert matches(words, name) is expected
