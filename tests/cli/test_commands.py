@@ -710,6 +710,9 @@ def test_long_lines_wrap_between_words_but_for_errors_in_files(
     for stderr, lines in ((False, 3), (True, 3 if is_terminal else 1)):
         say(Console(width=80, force_terminal=is_terminal, stderr=stderr), "word " * 40)
         assert len("".join(capsys.readouterr()).rstrip().splitlines()) == lines
+    line = f"written: {'/folder' * 20}"
+    say(Console(width=80, force_terminal=is_terminal), line)
+    assert capsys.readouterr().out.splitlines() == [line], "a path to be copied"
 
 
 PEERS = ("transformers", "accelerate", "deepspeed", "yunchang", "megatron", "matplotlib", "safetensors", "datasets")

@@ -94,7 +94,7 @@ def test_a_budget_that_is_over_at_once_ends_with_a_sentence(judge: list[tuple[st
     outcome = tuner.measure(Request(ops=["pack"], shapes=["64x1024"], budget=0.5), Gpu(), clock=lambda: next(clock))
     lines: list[str] = []
     code = tune_command.verdict(
-        outcome, SimpleNamespace(print=lambda line, **_: lines.append(line), is_terminal=False, stderr=False)
+        outcome, SimpleNamespace(print=lambda line, **_: lines.append(line), is_terminal=False, stderr=False, width=80)
     )  # type: ignore[arg-type]
     assert (code, outcome.state) == (0, search.OUT_OF_TIME)
     assert "0 results" in lines[0]

@@ -278,7 +278,10 @@ def test_the_budget_ends_a_search_between_tasks() -> None:
     assert len(bench.timed) == 5
     assert outcome.content["complete"] is False
     assert (
-        tune_command.verdict(outcome, SimpleNamespace(print=lambda *a, **k: None, is_terminal=False, stderr=False)) == 0
+        tune_command.verdict(
+            outcome, SimpleNamespace(print=lambda *a, **k: None, is_terminal=False, stderr=False, width=80)
+        )
+        == 0
     )
 
 
@@ -302,7 +305,8 @@ def test_a_wrong_candidate_never_wins_and_fails_the_command() -> None:
     said = []
     assert (
         tune_command.verdict(
-            outcome, SimpleNamespace(print=lambda text, **k: said.append(text), is_terminal=False, stderr=False)
+            outcome,
+            SimpleNamespace(print=lambda text, **k: said.append(text), is_terminal=False, stderr=False, width=80),
         )
         == 1
     )

@@ -28,9 +28,13 @@ def paragraphs(*lines: str) -> str:
 
 
 def say(console: Console, line: str, style: str | None = None) -> None:
-    """Print a line of plain text, wrapped between words; an error in a file or a pipe is one line, for `grep`."""
-    in_one_line = console.stderr and not console.is_terminal
-    console.print(line, style=style, markup=False, highlight=False, soft_wrap=in_one_line)
+    """Print a line of plain text, wrapped between words.
+
+    An error in a file or a pipe is one line, for `grep`, and so is a line with a path longer than the terminal.
+    """
+    is_long = any(len(word) > console.width for word in line.split())
+    in_one_piece = is_long or (console.stderr and not console.is_terminal)
+    console.print(line, style=style, markup=False, highlight=False, soft_wrap=in_one_piece)
 
 
 def table(title: str, headings: Sequence[str], names: Collection[str]) -> Table:
