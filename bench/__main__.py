@@ -133,7 +133,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("part", nargs="?", help="one part, see --list; by default all that this machine can run")
     parser.add_argument("--list", action="store_true", help="list the parts and stop")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name has all these words")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="only cases whose name, the text before the mode, has all these words",
+    )
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds per row; fewer are quicker and noisier")
     parser.add_argument("--check", action="store_true", help="fail when a ratio is worse than the committed one")
     parser.add_argument("--plot", action="store_true", help="draw PNG and SVG into --out, or bench-results")
@@ -179,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if problem:
             print(f"{problem}\nnot run: {', '.join(absent)}", flush=True)
         for name in [each for each in names if each not in absent]:
-            print(f"{name}: us of ours at p20, ratio of p20 to each peer, half its spread", flush=True)
+            print(f"{name}: us of ours at p20 (a fifth took less), ratio to each peer, ± spread", flush=True)
             outcomes.append(run(name, folder, options.rounds, options.only, lambda line: print(line, flush=True)))
         if options.plot:
             _draw([one.part for one in outcomes], folder)

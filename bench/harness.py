@@ -30,6 +30,7 @@ Samples = dict[str, list[float]]  # microseconds by provider
 FIXED = {"row", "mode", "us", "ratio", "spread", "limit", "limit_with_spread", "case", "share_of_roof", "target"}
 WIDTH, WIDE = 78, 120  # of labels, of a terminal that shows them beside their figures
 INDENT = " " * 4
+SHOWN = 8  # names of cases, where none is chosen
 INTERRUPTED = 130
 
 
@@ -245,8 +246,10 @@ class Run:
     def finish(self) -> int:
         """Print the means and what was missed, and write the results; the exit status."""
         if not self.rows and not self.failed and not self.left_out:
-            labels = "; ".join(map(_label, self.part.cases))
-            print(textwrap.fill(f"no case has all words of --only; there are {labels}", 80))
+            labels = [_label(case) for case in self.part.cases]
+            more = [f"and {len(labels) - SHOWN} more"] * (len(labels) > SHOWN)
+            print(textwrap.fill(f"cases: {'; '.join([*labels[:SHOWN], *more])}", 80))
+            print("no case has all words of --only in its name, the text before a row's mode")
             return 2
         if self.left_out:
             print(f"{len(self.left_out)} cases left out, {self.part.budget_s} s are over: {'; '.join(self.left_out)}")

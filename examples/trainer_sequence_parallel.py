@@ -53,7 +53,7 @@ def train_alone(model: LlamaForCausalLM) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sequence", type=int, default=2, help="ranks that share a sequence")
-    group = tritoncomm.initialize(tensor=parser.parse_args().sequence).get_group("tensor")
+    group = tritoncomm.initialize(context=parser.parse_args().sequence).get_group("context")
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             folder, max_steps=STEPS, per_device_train_batch_size=2, optim="sgd", learning_rate=RATE, max_grad_norm=0,

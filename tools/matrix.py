@@ -69,6 +69,9 @@ HARDWARE = """
 | gfx90a, gfx950 | in `make test-all` | no | no |
 | CPU | - | in CI, with plain torch and with Triton's interpreter | [mappings, over Gloo](benchmarks.md) |
 
+The integrations (FSDP2, DDP, transformers, Megatron-core, DeepSpeed, yunchang) ran on CPUs over Gloo; the sums and the
+attention that they call ran over NCCL, too.
+
 ### Over NCCL
 
 Ranks of one GPU, each with a `NCCL_HOSTID` of its own, so that they meet over the loopback interface: values, the order

@@ -46,6 +46,7 @@ __all__ = [
     "is_on",
     "read",
     "set_check",
+    "switch_problem",
     "unknown",
 ]
 
@@ -73,6 +74,19 @@ def _check_mode(text: str) -> bool:
         taken = "every call is compared" if every else f"hash:{HASH_EVERY} is taken"
         warnings.warn(f"TRITONCOMM_CHECK {problem}; {taken}", RuntimeWarning, stacklevel=2)
     return every
+
+
+def _megatron(text: str) -> bool:
+    """Whether ``patch_megatron()`` replaces names; warn of a text that is no switch, as an A/B run needs both sides."""
+    if problem := switch_problem(text):
+        warnings.warn(f"TRITONCOMM_MEGATRON {problem}; it is taken as on", RuntimeWarning, stacklevel=2)
+    return not text.strip() or is_on(text)
+
+
+def switch_problem(text: str) -> str:
+    """Return the problem of a value of a switch in words; nothing if it is valid, or not set."""
+    word = text.strip().lower()
+    return "" if not is_on(text) or word in _ON else f"must be a switch (1, on, 0, off), not {text!r}"
 
 
 def check_problem(text: str) -> str:
@@ -162,7 +176,7 @@ FLIGHT = Setting("TRITONCOMM_FLIGHT", flight_of)
 FLIGHT_SIGNALS = Setting("TRITONCOMM_FLIGHT_SIGNALS", is_on)
 STRICT = Setting("TRITONCOMM_STRICT", is_on)
 NODE = Setting("TRITONCOMM_NODE", _count)
-MEGATRON = Setting("TRITONCOMM_MEGATRON", lambda text: not text.strip() or is_on(text))
+MEGATRON = Setting("TRITONCOMM_MEGATRON", _megatron)
 _table = tables.variable()
 
 

@@ -84,6 +84,12 @@ def span_of(part: str, label: str, peer: str) -> str:
     return span(row["ratio"][peer] for row in rows("cpu", f"{part}.json") if row["row"].startswith(label))
 
 
+def between_nodes(ranks: int) -> str:
+    """Bytes between nodes of sums in two levels, as a share of an fp32 ring's."""
+    (line,) = (line for line in kept.table_of("sums_bytes") if line.startswith(f"| {ranks} |"))
+    return line.split(" | ")[2]
+
+
 def orders() -> str:
     """Packs of 64 MiB and more that follow the wire, over the same ones in the order of the rows."""
     found = []
@@ -113,7 +119,7 @@ CLAIMS: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("A pack of bfloat16 takes {} of the time of `split` and `cat`", lambda: against("pack", "split + cat")),
         ("an unpack {},", lambda: against("unpack", "split + cat")),
         ("a sum of 2 to 64 parts {} of `torch.sum`'s", lambda: against("reduce", "sum")),
-        ("in up to {} less time", compiled),
+        ("needs up to {} less time than ours", compiled),
         ("over a no-op process group | {} |", lambda: host_means("megatron")),
         ("the enqueue of a real backend (Gloo) added to both | {} |", lambda: host_means("with enqueue")),
         ("written by hand | {} |", lambda: host_means("by hand")),
@@ -125,6 +131,10 @@ CLAIMS: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("a GPT step takes {} of its host time", lambda: span_of("megatron_step", "GPT step", "megatron")),
         ("| GPT step | {} |", lambda: ratios("megatron_step", "GPT step", "megatron")),
         ("one row-parallel linear layer | {} |", lambda: ratios("megatron_step", "column", "megatron")),
+    ],
+    "sums.md": [
+        ("{} of fp32's on two nodes of 8", lambda: between_nodes(16)),
+        ("{} on 64, or", lambda: between_nodes(512)),
     ],
     "parallelize_module.md": [
         ("| tensor parallel | {} |", lambda: ratios("parallel", "tensor parallel", "torch")),

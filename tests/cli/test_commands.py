@@ -485,6 +485,7 @@ def found(monkeypatch: pytest.MonkeyPatch, **variables: str) -> dict[str, doctor
         ("TRITONCOMM_STRICT", "off", "ok"),
         ("TRITONCOMM_MEGATRON", "off", "note"),
         ("TRITONCOMM_MEGATRON", "1", "ok"),
+        ("TRITONCOMM_MEGATRON", "offf", "problem"),
         ("TRITONCOMM_PATHS", "torch", "note"),
         ("TORCH_DIST_USE_NCCL2", "0", "note"),
         ("NCCL_P2P_DISABLE", "1", "problem"),

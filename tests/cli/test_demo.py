@@ -181,7 +181,7 @@ def test_the_table_keeps_its_figures_on_80_columns(monkeypatch, capsys):
     demo_command.show(outcome(), terminal())
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert "rank 0 of 2, 1 step, 2.0 s" in lines[0]
+    assert "rank 0 of 2, 1 step, 2.0 s of training" in lines[0]
     rows = [line.split() for line in lines if "12345" in line]
     assert [row[1:] for row in rows] == [["triton", "12345", "123456.79", "98765.43", "50.0"]] * 2
     assert "reduce_scatter_to_sequence_parallel_re" in rows[0][0]

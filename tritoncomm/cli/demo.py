@@ -99,7 +99,7 @@ def train_with_progress(settings: Settings, console: Console) -> Outcome:
 def show(outcome: Outcome, console: Console) -> None:
     """Print the table of rank 0, sorted by time, and the verdict as the last line."""
     settings = outcome.settings
-    title = f"{_layout(settings)}, {counted(settings.steps, 'step')}, {outcome.seconds:.1f} s"
+    title = f"{_layout(settings)}, {counted(settings.steps, 'step')}, {outcome.seconds:.1f} s of training"
     names = ("mapping or p2p step", "path")
     rows = table(title, (*names, "calls", "MB\ncopied", "MB\nsent", "% of\ntime"), names)
     for (name, path), count in sorted(outcome.counters.items(), key=lambda item: -item[1].seconds):

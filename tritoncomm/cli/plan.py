@@ -181,7 +181,7 @@ def _show(explanation: Explanation, console: Console) -> None:
     if not explanation.projection:
         return
     shares = ["-" if share.share is None else f"{share.share:.0%}" for share in explanation.projection]
-    say(console, "PROJECTION, not measured: pack and unpack in forward + backward, by ranks")
+    say(console, "PROJECTION, not measured: share of pack and unpack in the predicted time")
     say(console, "  ranks" + "".join(f"{share.world:6}" for share in explanation.projection))
     say(console, "  share" + "".join(f"{share:>6}" for share in shares))
 

@@ -208,7 +208,7 @@ def _open_files(has_gpu: bool) -> Finding:
 def _gpus(gpus: Sequence[Any]) -> Iterator[Finding]:
     """Report every GPU, and whether the kernels were compiled for its architecture; ``gpus`` are torch's properties."""
     if not gpus:
-        hint = "mappings run over Gloo with torch's copies; kernels need a GPU"
+        hint = "mappings run over Gloo with torch's copies; kernels run on GPUs, and interpreted"
         if shutil.which("nvidia-smi"):
             hint = "the driver is there: is this a CPU build of torch, or is CUDA_VISIBLE_DEVICES empty?"
         yield Finding("GPUs", "none that torch can use", "note", hint)
@@ -313,6 +313,8 @@ def _judged(name: str, value: str) -> tuple[str, str]:
             return "note", f"keeps the last {calls} calls; records go to {where}"
         case "TRITONCOMM_STRICT" if variables.is_on(value):
             return "note", "optimizers that are not known to be element-wise raise for shards; set it on all ranks"
+        case "TRITONCOMM_MEGATRON" if variables.switch_problem(value):
+            return "problem", variables.switch_problem(value)
         case "TRITONCOMM_MEGATRON" if value.strip() and not variables.is_on(value):
             return "note", "`patch_megatron()` replaces nothing; set it on all ranks"
         case "TRITONCOMM_FLIGHT_SIGNALS" if variables.is_on(value):

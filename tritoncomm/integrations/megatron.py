@@ -62,8 +62,9 @@ class Report:
     def __str__(self) -> str:
         modules, names = {module for module, _ in self.replaced}, sorted({name for _, name in self.replaced})
         head = f"megatron-core {self.version}: {len(self.replaced)} names in {len(modules)} modules replaced"
-        listed = textwrap.wrap(", ".join(names), 80, initial_indent="  ours: ", subsequent_indent="    ")
-        return "\n".join([head, *listed, *(f"  kept: {line}" for line in self.kept)])
+        lines = [f"ours: {', '.join(names)}"] * bool(names) + [f"kept: {line}" for line in self.kept]
+        indents = {"initial_indent": "  ", "subsequent_indent": "    ", "break_long_words": False}
+        return "\n".join([head, *(part for line in lines for part in textwrap.wrap(line, 80, **indents))])
 
 
 @dataclass(frozen=True)
