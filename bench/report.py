@@ -107,7 +107,8 @@ def page(results: Path = RESULTS) -> str:
         *_cpu(on_cpu),
         *_gpu(files),
     ]
-    sections += [_section(name, content) for name, content in files.items() if name not in on_cpu]
+    described: set[str] = set()  # parts that ran on several GPUs are described once
+    sections += [_section(name, content, described) for name, content in files.items() if name not in on_cpu]
     return "\n".join(sections)
 
 
@@ -333,14 +334,16 @@ def _host(devices: dict[str, Rows], what: str) -> str:
     return _by_device(devices, line)
 
 
-def _section(name: str, content: dict[str, Any]) -> str:
+def _section(name: str, content: dict[str, Any], described: set[str]) -> str:
     """Results of a GPU: how they were made, and a table of all rows."""
+    part = name.split("/")[1]
     rows = rows_of(content)
     versions = ", ".join(f"{key} {value}" for key, value in content["versions"].items())
     runs = f"; the median of {content['runs']} runs" if content.get("runs", 1) > 1 else ""
     ranks = f" {content['ranks']} ranks over {content['backend']}, {content['dtype']}." if "ranks" in content else ""
     made = f"Measured with {versions}{runs}.{ranks} Unit: {content.get('unit', 'microseconds')}."
-    about = _about(name.split("/")[1])
+    about = "Rows are those of the part of this name above." if part in described else _about(part)
+    described.add(part)
     return "\n".join([f"## {name}", "", about, "", made, "", *_folded(f"All {len(rows)} rows", [*_table(rows)])])
 
 

@@ -134,7 +134,7 @@ CLAIMS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     ],
     "sums.md": [
         ("{} of fp32's on two nodes of 8", lambda: between_nodes(16)),
-        ("{} on 64, or", lambda: between_nodes(512)),
+        ("and {} on 64, or", lambda: between_nodes(512)),
     ],
     "parallelize_module.md": [
         ("| tensor parallel | {} |", lambda: ratios("parallel", "tensor parallel", "torch")),
