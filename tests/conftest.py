@@ -56,7 +56,9 @@ def _choose_megatron(version: str) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("device") != "cpu":
-        items[:] = [item for item in items if "device" in getattr(item, "fixturenames", ())]
+        others = [item for item in items if "device" not in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
 
 
 @dataclass(frozen=True)

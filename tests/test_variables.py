@@ -94,9 +94,10 @@ def test_every_combination_reads_as_its_parts(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_misspelt_switch_of_an_a_b_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITONCOMM_MEGATRON", "offf")
-    with pytest.warns(RuntimeWarning, match="TRITONCOMM_MEGATRON must be a switch .1, on, 0, off., not 'offf'; it is"):
-        variables.read()
-    assert variables.MEGATRON.value
+    variables.read()
+    with pytest.raises(ArgumentError, match=r"TRITONCOMM_MEGATRON must be a switch .* not 'offf'"):
+        tritoncomm.patch_megatron()
+    assert variables.effective()["TRITONCOMM_MEGATRON"] == "offf", "ranks compare it"
 
 
 def test_initialize_reads_them_again(monkeypatch: pytest.MonkeyPatch) -> None:

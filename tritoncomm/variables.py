@@ -76,17 +76,19 @@ def _check_mode(text: str) -> bool:
     return every
 
 
-def _megatron(text: str) -> bool:
-    """Whether ``patch_megatron()`` replaces names; warn of a text that is no switch, as an A/B run needs both sides."""
-    if problem := switch_problem(text):
-        warnings.warn(f"TRITONCOMM_MEGATRON {problem}; it is taken as on", RuntimeWarning, stacklevel=2)
-    return not text.strip() or is_on(text)
+def _megatron(text: str) -> bool | str:
+    """Return whether ``patch_megatron()`` replaces names; a text that is no switch unchanged: the call rejects it."""
+    return text if switch_problem(text) else not text.strip() or is_on(text)
 
 
 def switch_problem(text: str) -> str:
     """Return the problem of a value of a switch in words; nothing if it is valid, or not set."""
     word = text.strip().lower()
-    return "" if not is_on(text) or word in _ON else f"must be a switch (1, on, 0, off), not {text!r}"
+    return (
+        ""
+        if not is_on(text) or word in _ON
+        else f"must be a switch (1, true, yes, on; 0, false, no, off), not {text!r}"
+    )
 
 
 def check_problem(text: str) -> str:
@@ -215,5 +217,5 @@ def set_check(check: bool | str) -> None:
 def effective() -> dict[str, str]:
     """Return the effective value of every variable that ranks have to agree on, whatever the spelling."""
     check = "on" if CHECK.value else f"hash:{HASH.value}" if HASH.value else "off"
-    megatron = "on" if MEGATRON.value else "off"
+    megatron = MEGATRON.value if isinstance(MEGATRON.value, str) else "on" if MEGATRON.value else "off"
     return {PATH.name: PATH.value, CHECK.name: check, MEGATRON.name: megatron, tables.VARIABLE: tables.variable()}

@@ -140,7 +140,7 @@ def run_fsdp(group: ProcessGroup, steps: int) -> float:
     model = sharded(mesh)
     assert "nothing unless" not in str(fsdp2.use(model, round_accumulated=True))
     report = fsdp2.use(model, wire=BF16)  # again: no comm on top of a comm
-    assert report == (("model", "first", "frozen", "again", "sometimes"), BF16, False, False)
+    assert report == (("model", "first", "frozen", "again", "sometimes"), BF16, False, False, None)
     assert str(report).splitlines()[0] == "fsdp2.use: 5 FSDP modules; gradients travel in bfloat16, not in float32"
     assert "saves nothing unless round_accumulated=True" in str(report)
     before = 0
@@ -227,7 +227,7 @@ def run_nodes(group: ProcessGroup) -> None:
         model = sharded(mesh)
         with pytest.raises(UnsupportedError, match=r"^fsdp2.use: the group is on 2 nodes"):
             fsdp2.use(model)
-        fsdp2.use(model, exchange="node")
+        assert "sums of a node travel in float32 to other nodes" in str(fsdp2.use(model, exchange="node"))
         levels = trained_by_hand(world, 5, lambda parts: (in_order(parts[:2]) + in_order(parts[2:])) * 0.25)
         assert_equal(train(model, rank, 5), levels)
 

@@ -32,16 +32,20 @@ class Report(NamedTuple):
         wire: dtype on the wire, in the place of fp32.
         round_accumulated: argument of ``use``.
         replicates: whether a mesh of two dims all-reduces gradients too (HSDP), which stays in fp32.
+        wire_between: dtype of the sums of a node on the wire to other nodes; None without one.
     """
 
     modules: tuple[str, ...]
     wire: torch.dtype
     round_accumulated: bool
     replicates: bool
+    wire_between: torch.dtype | None
 
     def __str__(self) -> str:
         count = counted(len(self.modules), "FSDP module")
         lines = [f"fsdp2.use: {count}; gradients travel in {dtype_name(self.wire)}, not in float32"]
+        if self.wire_between is not None:
+            lines.append(f"  sums of a node travel in {dtype_name(self.wire_between)} to other nodes")
         if self.replicates:
             lines.append("  the all-reduce between replicas (HSDP) stays in float32")
         if not self.round_accumulated:
@@ -157,7 +161,8 @@ def use(
         _watch(group, ours)
     paths = tuple(path or "model" for path, module in model.named_modules() if any(module is of for _, of, _ in found))
     replicates = any(group.mesh_info.replicate_mesh_dim is not None for _, _, group in found)
-    return Report(paths, wire, round_accumulated, replicates)
+    between = (wire_between or torch.float32) if exchange == "node" else None
+    return Report(paths, wire, round_accumulated, replicates, between)
 
 
 def restore(model: nn.Module) -> None:

@@ -204,7 +204,8 @@ def patch(*, cross_entropy: bool = False, packages: Sequence[str] = ("megatron",
         The replaced names, and the calls and names that remain Megatron's.
 
     Raises:
-        ArgumentError: ``packages`` is not a list of names, or nothing of one of them is imported yet.
+        ArgumentError: ``packages`` is not a list of names, or nothing of one of them is imported yet; or
+            ``TRITONCOMM_MEGATRON`` is no switch.
         ImportError: megatron-core is not installed.
         UnsupportedError: not a single name can be replaced; or with ``strict`` one has unknown arguments. Such a name
             stays Megatron's: the first rank of a node warns of it once, and ``Report.kept`` has both signatures. This,
@@ -266,6 +267,8 @@ def _options(cross_entropy: bool, packages: Sequence[str], strict: bool) -> _Opt
     """Check the arguments of ``patch``, and return them."""
     if isinstance(packages, str) or not packages:
         raise ArgumentError(f"packages must be a list of top-level package names, not {packages!r}")
+    if problem := isinstance(variables.MEGATRON.value, str) and variables.switch_problem(variables.MEGATRON.value):
+        raise ArgumentError(f"{variables.MEGATRON.name} {problem}")  # or both sides of an A/B run would be ours
     imported = {"megatron", *(module.partition(".")[0] for module in sys.modules)}
     missing = [package for package in packages if package not in imported]
     if missing:
@@ -472,7 +475,7 @@ def _kept(cross_entropy: bool, replaced: Set[str]) -> Iterator[str]:
     if linear := replaced & {_LINEAR[0], _FROZEN[0]}:
         taken = {p.name for name in linear for p in _parameters(_state.original(_LAYERS, name))}
         cases = [phrase for argument, phrase in _KEPT_ARGUMENTS.items() if argument in taken]
-        yield f"linear layers {', '.join(cases)}, or under autocast"
+        yield f"linear layers {', '.join(cases)}, under autocast, or with weights of a tensor subclass"
     if _CROSS_ENTROPY in replaced:
         yield f"{_CROSS_ENTROPY} with label smoothing, which is over the local vocabulary there"
     elif not cross_entropy:
