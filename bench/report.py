@@ -127,11 +127,10 @@ def _short(files: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 def _cpu(files: dict[str, dict[str, Any]]) -> list[str]:
     """All rows as a picture, and a table of those in which a peer is faster."""
-    slower, compared = [], 0
+    slower = []
     for name, content in files.items():
         for row in rows_of(content):
             ratios = {peer: ratio for peer, ratio in row["ratio"].items() if peer not in BOUNDS}
-            compared += len(ratios)
             if told := "; ".join(f"`{peer}` {_ratio(row, peer)}" for peer, ratio in ratios.items() if ratio > 1):
                 slower.append(f"| {name.partition('/')[2]} | {_label(row)} | {told} |")
     if not files:

@@ -1,6 +1,6 @@
 """Draws docs/address_map.svg, and of the committed figures docs/host_time.svg and docs/ratios.svg: `make docs`.
 
-Both have a background of their own, so that they can be read on dark pages.
+All have a background of their own, so that they can be read on dark pages.
 """
 
 import html

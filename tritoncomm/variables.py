@@ -76,19 +76,16 @@ def _check_mode(text: str) -> bool:
     return every
 
 
-def _megatron(text: str) -> bool | str:
-    """Return whether ``patch_megatron()`` replaces names; a text that is no switch unchanged: the call rejects it."""
-    return text if switch_problem(text) else not text.strip() or is_on(text)
+def _megatron(text: str) -> str:
+    """Return ``on`` or ``off``; a text that is no switch is returned unchanged: ``patch_megatron()`` rejects it."""
+    return text if switch_problem(text) else "on" if is_on(text) or not text.strip() else "off"
 
 
 def switch_problem(text: str) -> str:
     """Return the problem of a value of a switch in words; nothing if it is valid, or not set."""
-    word = text.strip().lower()
-    return (
-        ""
-        if not is_on(text) or word in _ON
-        else f"must be a switch (1, true, yes, on; 0, false, no, off), not {text!r}"
-    )
+    if not is_on(text) or text.strip().lower() in _ON:
+        return ""
+    return f"must be a switch (1, true, yes, on; 0, false, no, off), not {text!r}"
 
 
 def check_problem(text: str) -> str:
@@ -217,5 +214,5 @@ def set_check(check: bool | str) -> None:
 def effective() -> dict[str, str]:
     """Return the effective value of every variable that ranks have to agree on, whatever the spelling."""
     check = "on" if CHECK.value else f"hash:{HASH.value}" if HASH.value else "off"
-    megatron = MEGATRON.value if isinstance(MEGATRON.value, str) else "on" if MEGATRON.value else "off"
-    return {PATH.name: PATH.value, CHECK.name: check, MEGATRON.name: megatron, tables.VARIABLE: tables.variable()}
+    megatron = {MEGATRON.name: MEGATRON.value}
+    return {PATH.name: PATH.value, CHECK.name: check} | megatron | {tables.VARIABLE: tables.variable()}

@@ -486,6 +486,8 @@ def found(monkeypatch: pytest.MonkeyPatch, **variables: str) -> dict[str, doctor
         ("TRITONCOMM_MEGATRON", "off", "note"),
         ("TRITONCOMM_MEGATRON", "1", "ok"),
         ("TRITONCOMM_MEGATRON", "offf", "problem"),
+        ("TRITONCOMM_STRICT", "offf", "problem"),
+        ("TRITONCOMM_FLIGHT_SIGNALS", "offf", "problem"),
         ("TRITONCOMM_PATHS", "torch", "note"),
         ("TORCH_DIST_USE_NCCL2", "0", "note"),
         ("NCCL_P2P_DISABLE", "1", "problem"),

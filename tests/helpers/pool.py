@@ -77,6 +77,7 @@ def strict_warnings() -> None:
     # Dynamo looks at every attribute of an autograd.Function, deprecated ones included.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\..*")
     warnings.filterwarnings("ignore", message="Conversion of an array with ndim", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message="register: the sequence group has one rank")  # groups here have any size
     warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # torch 2.11, once in a process
     warnings.filterwarnings("ignore", message=r".*torch\.jit.*")  # a FutureWarning from torch 2.15 on
     # A linear layer with a bias returns a view.

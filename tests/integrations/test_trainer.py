@@ -118,7 +118,7 @@ MISUSES = {
     "sums or means, train": MAY_BE_MEANS,
     "sums or means, evaluate": MAY_BE_MEANS,
     "no registration": "ArgumentError: 'none' is not registered here",
-    "a group of one": "Sharded: the sequence group has one rank of 2, so no sequence is sharded; "
+    "a group of one": "register: the sequence group has one rank of 2, so no sequence is sharded; "
     "initialize(context=...) with the number of ranks that share one",
     "options": "UnsupportedError: Sharded: compute_loss_func, label_smoothing_factor, dispatch_batches, "
     "train_sampling_strategy='batch_rebalance': not supported over sequence shards",

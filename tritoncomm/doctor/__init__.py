@@ -311,10 +311,12 @@ def _judged(name: str, value: str) -> tuple[str, str]:
                 return "problem", f"no record can be written to {folder}"
             where = f"{folder}, one every 10 s too" if folder else "the current folder"
             return "note", f"keeps the last {calls} calls; records go to {where}"
+        case "TRITONCOMM_MEGATRON" | "TRITONCOMM_STRICT" | "TRITONCOMM_FLIGHT_SIGNALS" if variables.switch_problem(
+            value
+        ):
+            return "problem", variables.switch_problem(value)
         case "TRITONCOMM_STRICT" if variables.is_on(value):
             return "note", "optimizers that are not known to be element-wise raise for shards; set it on all ranks"
-        case "TRITONCOMM_MEGATRON" if variables.switch_problem(value):
-            return "problem", variables.switch_problem(value)
         case "TRITONCOMM_MEGATRON" if value.strip() and not variables.is_on(value):
             return "note", "`patch_megatron()` replaces nothing; set it on all ranks"
         case "TRITONCOMM_FLIGHT_SIGNALS" if variables.is_on(value):

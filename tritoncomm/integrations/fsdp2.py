@@ -159,7 +159,8 @@ def use(
         ours: Any = _ReduceScatter(comm, group, options)
         module.set_custom_reduce_scatter(ours)
         _watch(group, ours)
-    paths = tuple(path or "model" for path, module in model.named_modules() if any(module is of for _, of, _ in found))
+    grouped = [module for _, module, _ in found]
+    paths = tuple(path or "model" for path, module in model.named_modules() if module in grouped)
     replicates = any(group.mesh_info.replicate_mesh_dim is not None for _, _, group in found)
     between = (wire_between or torch.float32) if exchange == "node" else None
     return Report(paths, wire, round_accumulated, replicates, between)

@@ -110,7 +110,7 @@ class _State:
     def settle(self) -> None:
         """Apply the requested patch, all or nothing."""
         requested = self.contexts[-1][1] if self.contexts else self.base
-        if not variables.MEGATRON.value:
+        if variables.MEGATRON.value == "off":
             requested = None
         before = self.active
         if before is not None and before.options == requested:
@@ -267,7 +267,7 @@ def _options(cross_entropy: bool, packages: Sequence[str], strict: bool) -> _Opt
     """Check the arguments of ``patch``, and return them."""
     if isinstance(packages, str) or not packages:
         raise ArgumentError(f"packages must be a list of top-level package names, not {packages!r}")
-    if problem := isinstance(variables.MEGATRON.value, str) and variables.switch_problem(variables.MEGATRON.value):
+    if problem := variables.switch_problem(variables.MEGATRON.value):
         raise ArgumentError(f"{variables.MEGATRON.name} {problem}")  # or both sides of an A/B run would be ours
     imported = {"megatron", *(module.partition(".")[0] for module in sys.modules)}
     missing = [package for package in packages if package not in imported]

@@ -5,7 +5,6 @@ The ranks of a sequence group draw the same samples, and each computes the loss 
 """
 
 import importlib
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -98,12 +97,6 @@ class UlyssesTrainerMixin(_Base):
         """Make the accelerator as ``Trainer`` does; it then loads and gathers data per sequence group."""
         super().create_accelerator_and_postprocess()
         accelerator = self.accelerator
-        if self.sequence_group.size() == 1 and accelerator.num_processes > 1:
-            warnings.warn(
-                f"{type(self).__name__}: the sequence group has one rank of {accelerator.num_processes}, so no "
-                "sequence is sharded; initialize(context=...) with the number of ranks that share one",
-                stacklevel=4,
-            )
         self._leaders = self._group_leaders()
         self._prepare_as_accelerate = accelerator.prepare_data_loader
         accelerator.prepare_data_loader = self._prepare_data_loader

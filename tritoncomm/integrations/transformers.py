@@ -70,6 +70,12 @@ def register(
     if name in attentions:
         raise ArgumentError(f"register: {name!r} is registered already; unregister() it or pass another name")
     group = resolve_sequence(group, "register")
+    if group.size() == 1 and torch.distributed.get_world_size() > 1:
+        warnings.warn(
+            f"register: the sequence group has one rank of {torch.distributed.get_world_size()}, so no sequence is "
+            "sharded; initialize(context=...) with the number of ranks that share one",
+            stacklevel=2,
+        )
     inner_mask = masks.get(attention)
     added = _Implementation(group, name, attention, attentions[attention], inner_mask, own_positions)
     type(attentions).register(name, added.attend)
