@@ -354,3 +354,11 @@ def test_a_plan_says_which_blocks_are_misaligned() -> None:
     odd = explain("all_to_all_dims", (7, 10), 2, dims=(1, 0), sizes=(5, 5), out_sizes=(7, 3))
     assert [step.misaligned for step in odd.forward.steps] == [(), (1,), ()]
     assert all(step.misaligned == () for step in explain("gather_sp", (7, 5), 2).forward.steps)
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_assumed_rates_are_indented_lines_of_80_columns(kind: str) -> None:
+    """A plan of a resharding is printed by programs, without a console that wraps."""
+    lines = str(DEFAULTS[kind]).splitlines()
+    assert all(line.startswith("  ") and len(line) <= 80 for line in lines)
+    assert " ".join(line.strip() for line in lines).endswith(", unless given)")
