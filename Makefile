@@ -33,7 +33,7 @@ SITE := $(VENV)/.site
 MEGATRON := $(lastword $(megatrons))
 endif
 
-.PHONY: help demo test test-rest test-verify test-all test-megatron test-models test-matrix test-world test-oldest test-newest programs docs docs-site dist check faults soak fuzz mutations bench bench-against fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
+.PHONY: help demo test test-rest test-verify test-all test-megatron test-models test-matrix test-world test-oldest test-newest programs docs docs-site dist check faults soak fuzz mutations bench bench-against effects fake-gpu-test gpu gpu-test gpu-bench gpu-ranks clean
 
 help:  ## lists the targets
 	@sed -n 's/^\([a-z][a-z -]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r names text; do \
@@ -158,6 +158,12 @@ bench: $(READY) $(PEERS)  ## runs the benchmarks
 # This tree against another commit, measured alternately on this machine: make bench-against BASE=<commit>
 bench-against: $(READY) $(PEERS)  ## measures another commit too: BASE=<commit>
 	$(PY) -m bench.against $(BASE)
+
+# What users see of calls, bit for bit, on this tree and on another commit: a redesign changes nothing.
+# ARGS="--domains sums" compares a part.
+effects: $(READY)  ## compares what calls do with another commit: BASE=<commit>
+	PYTHONPATH=.:kernels $(if $(PYTHON),$(PYTHON),$(PY)) tools/effects.py $(BASE) $(ARGS)
+	PYTHONPATH=.:kernels $(if $(PYTHON),$(PYTHON),$(PY)) tools/entries.py $(BASE)
 
 # The compiled kernels without a GPU: launched by Triton, run as PTX on the CPU. SM=sm80 or sm100 for another GPU.
 SM ?= sm90
