@@ -23,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from bench.kept import keep
 from tritoncomm.core import backend, wire_sum
 from tritoncomm.core.node_exchange import Nodes
+from tritoncomm.core.wire_chunks import sum_pass
 from tritoncomm.demo.data import batches
 from tritoncomm.demo.plain_model import PlainTransformer
 from tritoncomm.demo.settings import Settings
@@ -110,7 +111,7 @@ def errors(world: int, elements: int = 1 << 16) -> dict[str, float]:
     for total in levels[1:]:
         rounded = rounded + total.bfloat16().float()
     ours = torch.empty(elements, dtype=torch.bfloat16)
-    wire_sum.sum_parts(parts, ours, None)
+    sum_pass(world, elements, torch.bfloat16).unpack(parts.view(-1), [ours])
     found = {"bf16": native, "fp32": wide.bfloat16(), "ours": ours, "ours, bf16 between nodes": rounded.bfloat16()}
     return {name: float((x.double() - exact).norm() / exact.norm()) for name, x in found.items()}
 

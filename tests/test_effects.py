@@ -2,7 +2,9 @@
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import effects
@@ -12,8 +14,7 @@ from effects import Effect, differences, record_domain
 from pool import Pool
 from torch.distributed import ProcessGroup
 
-from tritoncomm import collective
-from tritoncomm.core import backend
+from tritoncomm.core import backend, passes
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +37,8 @@ def test_a_record_has_effects_and_errors_and_is_the_same_twice(pool: Pool, recor
 
 def record_lazy_bits(group: ProcessGroup) -> dict[str, Effect]:
     """A tree that forgets lazy bits."""
-    with mock.patch.object(collective, "resolved", lambda x: x):
-        return record_domain(group, "many", "torch")
+    with mock.patch.object(passes, "has_lazy", return_value=False):
+        return record_domain(group, "messages", "triton")
 
 
 def record_more_messages(group: ProcessGroup) -> dict[str, Effect]:
@@ -52,16 +53,21 @@ def record_more_messages(group: ProcessGroup) -> dict[str, Effect]:
         return record_domain(group, "many", "torch")
 
 
-def test_a_record_sees_wrong_bits_and_other_messages(pool: Pool) -> None:
-    plain, lazy, more = (
-        {name: {"rank 0": effect} for name, effect in pool.run(function, *args, world=2)[0].items()}
-        for function, *args in ((record_domain, "many", "torch"), (record_lazy_bits,), (record_more_messages,))
+def differ(pool: Pool, function: Callable[..., Any], domain: str, path: str) -> list[tuple[str, str]]:
+    plain, other = (
+        {name: {"rank 0": effect} for name, effect in pool.run(*call, world=2)[0].items()}
+        for call in ((record_domain, domain, path), (function,))
     )
-    found = differences(plain, lazy)
-    assert found
+    return differences(plain, other)
+
+
+def test_a_record_sees_forgotten_lazy_bits_and_other_messages(pool: Pool) -> None:
+    found = differ(pool, record_lazy_bits, "messages", "triton")
+    assert {field for field, _ in found} >= {"error", "results"}
     assert all("negative" in text or "conjugate" in text for _, text in found)
-    assert "backend" in {field for field, _ in differences(plain, more)}
-    assert "results" not in {field for field, _ in differences(plain, more)}
+    fields = {field for field, _ in differ(pool, record_more_messages, "many", "torch")}
+    assert "backend" in fields
+    assert "results" not in fields
 
 
 def test_differences_are_named() -> None:

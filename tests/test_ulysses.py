@@ -45,6 +45,8 @@ class Counted(TorchDispatchMode):
         if name in COPIES:
             read = sum(x.nbytes for x in args[0]) if name == "cat" else args[name == "copy_"].nbytes
             self.copied += read + out.nbytes
+        elif name == "_foreach_copy_":  # several copies, (targets, sources)
+            self.copied += sum(x.nbytes for side in args[:2] for x in side)
         return out
 
 
@@ -192,9 +194,11 @@ def test_bits_and_counters(group: ProcessGroup) -> None:
             with tritoncomm.recording() as record, Counted() as counted:
                 back = heads.to_sequence(dense, layout, group, "to sequence")
             (count,) = record.values()
-            assert count.bytes_copied == counted.copied, (heads_, sizes)
             assert torch.equal(back[0], xs[0])
-            if not kv.replicated:
+            if kv.replicated:  # a sum counts its parts and its result, as a kernel moves them; torch may add in steps
+                assert count.bytes_copied <= counted.copied, (heads_, sizes)
+            else:
+                assert count.bytes_copied == counted.copied, (heads_, sizes)
                 assert torch.equal(back[2], xs[2])
             if heads_ != (5, 5):
                 continue
@@ -246,9 +250,7 @@ def test_one_launch_each_way(group: ProcessGroup) -> None:
                 grads = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in there]
                 back = heads.to_sequence(grads, layout, group, "to sequence")
             results.append(([*there, *back], [(count.bytes_copied, count.bytes_sent) for count in record.values()]))
-        for (copied, sent), (most, wire) in zip(results[1][1], results[0][1], strict=True):
-            assert copied <= most, "torch puts parts of shared heads side by side first"
-            assert sent == wire
+        assert results[0][1] == results[1][1]
         for one, twin in zip(results[0][0], results[1][0], strict=True):
             assert torch.equal(one, twin), (heads_, seq_dim)
         if sizes[rank]:
@@ -264,16 +266,6 @@ def test_one_launch_each_way(group: ProcessGroup) -> None:
             there = heads.to_heads(lazy, exchange, group, "lazy")
             back = heads.to_sequence(there, exchange, group, "lazy")
         assert torch.equal(back[1], lazy[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_sums_of_shared_heads_are_in_rank_order(dtype: torch.dtype) -> None:
-    for parts in (2, 4, 5, 9):
-        blocks = torch.randn(parts, 3, 5, 1, 7).to(dtype)
-        total = blocks[0].float()
-        for block in blocks[1:]:
-            total = total + block
-        assert torch.equal(heads._summed(blocks), total.to(dtype)), parts
 
 
 @pytest.mark.ranks(2, 4)

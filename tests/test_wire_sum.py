@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from tritoncomm import collective, p2p, record, variables
 from tritoncomm import mappings as m
-from tritoncomm.core import ops, wire_pieces, wire_sum
+from tritoncomm.core import exchange, ops, passes, wire_chunks, wire_sum
 from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.errors import ArgumentError, MismatchError, ShapeError, UnsupportedError
 
@@ -126,12 +126,12 @@ def test_drawn_cases(pool: Pool, world: int, seed: int) -> None:
     assert pool.run(run_cases, drawn(seed, world), world=world) == [50] * world
 
 
-def run_pieces(group: ProcessGroup) -> int:
-    """Every size of a piece has the same bits, on one level and on two."""
+def run_chunks(group: ProcessGroup) -> int:
+    """Every size of a chunk has the same bits, on one level and on two."""
     world, rank, compared = group.size(), group.rank(), 0
     for shape, dim in (((8 * world, 3), 0), ((3, 8 * world), 1), ((5, 3, 4 * world), 2), ((16 * world,), 0)):
         sizes = (shape[dim] // world,) * world
-        layouts = ["contiguous", "columns", "strided", "transposed"]  # of the ranks: pieces are the same for all
+        layouts = ["contiguous", "columns", "strided", "transposed"]  # of the ranks: chunks are the same for all
         every = [values(each, shape, torch.float32, layouts[each] if dim else "contiguous") for each in range(world)]
         own = [shard(x, dim, sizes, rank) for x in every]
         layout = (every[rank].shape, every[rank].stride(), dim, sizes)
@@ -139,23 +139,23 @@ def run_pieces(group: ProcessGroup) -> int:
             nodes = None if node is None else wire_sum.Nodes(world // node, node, rank // node, rank % node)
             wire = wire_sum.Wire(torch.bfloat16, between, nodes)
             expected = by_hand(own, torch.bfloat16, torch.float32, 0.5, node=node, between=between)
-            for piece_bytes in (None, 2, 10, 64, 1 << 20):
+            for chunk_bytes in (None, 2, 10, 64, 1 << 20):
                 out = torch.full((own[0].numel(),), math.nan)
                 wire_sum.sum_shards(
-                    [every[rank]], (layout,), out, group, "f", wire, 0.5, piece_bytes=piece_bytes
+                    [every[rank]], (layout,), out, group, "f", wire, 0.5, chunk_bytes=chunk_bytes
                 )  # fmt: skip
-                assert torch.equal(bits(out.view(own[0].shape)), bits(expected)), (shape, node, piece_bytes)
+                assert torch.equal(bits(out.view(own[0].shape)), bits(expected)), (shape, node, chunk_bytes)
                 compared += 1
     return compared
 
 
-def test_pieces_and_nodes_have_the_same_bits(pool: Pool) -> None:
-    assert pool.run(run_pieces, world=4) == [60] * 4
+def test_chunks_and_nodes_have_the_same_bits(pool: Pool) -> None:
+    assert pool.run(run_chunks, world=4) == [60] * 4
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
-def test_pieces_cover_every_shard_once(data: st.DataObject) -> None:
+def test_chunks_cover_every_shard_once(data: st.DataObject) -> None:
     world = data.draw(st.sampled_from([1, 2, 3, 4]))
     layouts = []
     for _ in range(data.draw(st.integers(1, 3))):
@@ -174,15 +174,21 @@ def test_pieces_cover_every_shard_once(data: st.DataObject) -> None:
     order = (
         list(range(world)) if nodes is None else [n * nodes[1] + i for i in range(nodes[1]) for n in range(nodes[0])]
     )
+    plans = []
+    for rank in range(world):
+        place = None if nodes is None else wire_sum.Nodes(*nodes, rank // nodes[1], rank % nodes[1])
+        arguments = (tuple(layouts), world, rank, most, torch.float32, torch.float32, place)
+        plans.append(wire_chunks.plan_chunks.__wrapped__(*arguments))
+    assert len({len(plan) for plan in plans}) == 1
     for rank in range(world):
         found, at = [], 0
-        for piece in wire_pieces.pieces.__wrapped__(tuple(layouts), world, rank, most, torch.float32, nodes):
-            wire = torch.full((sum(piece.counts),), math.nan)
-            for block in piece.blocks:
-                block.in_wire(wire).copy_(block.view(tensors[block.tensor]))
-            assert piece.start == at
-            at += piece.counts[rank]
-            parts = dict(zip(order, wire.split([piece.counts[each] for each in order]), strict=True))
+        for chunks in zip(*plans, strict=True):
+            chunk, counts = chunks[rank], [each.size for each in chunks]
+            wire = torch.full((sum(counts),), math.nan)
+            chunk.levels[0].pack.pack(tensors, wire)
+            assert chunk.start == at
+            at += chunk.size
+            parts = dict(zip(order, wire.split([counts[each] for each in order]), strict=True))
             found.append(parts[rank])
         own = [shard(x, dim, sizes, rank).flatten() for x, (_, _, dim, sizes) in zip(tensors, layouts, strict=True)]
         assert torch.equal(torch.cat([torch.empty(0), *found]), torch.cat(own))
@@ -294,14 +300,18 @@ def run_memory(group: ProcessGroup) -> float:
         return x
 
     x = torch.ones(48, 1 << 12)
-    with mock.patch.object(wire_sum, "empty", tracked), mock.patch.object(wire_sum, "_LEAST", 1 << 10):
+    with (
+        mock.patch.object(passes, "empty", tracked),
+        mock.patch.object(exchange, "empty", tracked),
+        mock.patch.object(wire_sum, "_LEAST", 1 << 10),
+    ):
         for _ in range(2):
             collective.reduce_scatter(x, 0, group, wire=torch.bfloat16)
     return live[1] / (2 * x.numel())
 
 
 def test_memory(pool: Pool) -> None:
-    """A few pieces of twelve: four, and what Gloo has not let go yet; all at once would be the wire twice."""
+    """A few chunks of twelve: four, and what Gloo has not let go yet; all at once would be the wire twice."""
     for share in pool.run(run_memory, world=2):
         assert 3 / 12 < share <= 7 / 12
 

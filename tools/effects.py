@@ -114,8 +114,7 @@ def _seen(results: Any) -> list[Any]:
             seen.append(repr(x))
             continue
         first = storages.setdefault(x.untyped_storage().data_ptr(), i) if x.numel() else i
-        base = None if x._base is None else list(x._base.shape)
-        flags = (x.requires_grad, type(x).__name__, x.is_conj(), x.is_neg(), base, first)
+        flags = (x.requires_grad, type(x).__name__, x.is_conj(), x.is_neg(), x._base is not None, first)
         seen.append([str(x.dtype)[6:], list(x.shape), list(x.stride()), *flags, _digest(x)])
     return seen
 

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -20,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 WORLD, WARM = 4, 5
 
 
-def entries() -> dict[str, int]:
-    """Return the number of entries of every named call of the tree on the path."""
+def entries() -> dict[str, dict[str, int]]:
+    """Return the entries of every named call of the tree on the path, by function."""
     import torch
     import torch.distributed as dist
     import tritoncomm_kernels
@@ -54,11 +55,11 @@ def entries() -> dict[str, int]:
     }
     found = {}
     for name, call in calls.items():
-        count = 0
+        names: Counter[str] = Counter()
 
-        def note(frame: FrameType, event: str, argument: Any) -> None:
-            nonlocal count
-            count += event == "call" and frame.f_code.co_filename.startswith(ours)
+        def note(frame: FrameType, event: str, argument: Any, names: Counter[str] = names) -> None:
+            if event == "call" and frame.f_code.co_filename.startswith(ours):
+                names[f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_qualname}"] += 1
 
         for _ in range(WARM):
             call()
@@ -67,7 +68,7 @@ def entries() -> dict[str, int]:
             call()
         finally:
             sys.setprofile(None)
-        found[name] = count
+        found[name] = dict(names)
     dist.destroy_process_group()
     return found
 
@@ -76,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the entries of this tree, beside those of another if one is given."""
     parser = argparse.ArgumentParser(description="Entries into functions of ours in named calls.")
     parser.add_argument("base", nargs="?", help="a commit, or a folder with another tree")
+    parser.add_argument("--functions", metavar="CALL", help="list the functions that this call of this tree enters")
     parser.add_argument("--count", action="store_true", help="print the entries of the tree on the path as JSON")
     options = parser.parse_args(arguments)
     if options.count:
@@ -84,17 +86,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from bench.against import worktree  # the comparison alone needs it
 
     columns = {"here": _counted(ROOT)}
+    if options.functions:
+        for name, count in columns["here"][options.functions].items():
+            print(f"{count:6} {name}")
+        return 0
     if options.base and Path(options.base).is_dir():
         columns = {"base": _counted(Path(options.base)), **columns}
     elif options.base:
         with worktree(options.base, ROOT) as tree:
             columns = {"base": _counted(tree), **columns}
     for name in columns["here"]:
-        print(f"{name:32}" + "".join(f"{column[name]:6}" for column in columns.values()))
+        print(f"{name:32}" + "".join(f"{sum(column[name].values()):6}" for column in columns.values()))
     return 0
 
 
-def _counted(tree: Path) -> dict[str, int]:
+def _counted(tree: Path) -> dict[str, dict[str, int]]:
     """Count the entries of a tree in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tree), str(tree / "kernels")))}
     command = [sys.executable, "-P", str(Path(__file__)), "--count"]

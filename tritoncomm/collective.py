@@ -5,8 +5,8 @@ They are not differentiable: a tensor that requires grad is detached first, and 
 is, and a copy with the result is returned.
 """
 
-import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from tritoncomm.core import backend, eager, wire_sum
 from tritoncomm.core.autograd import outside_graphs, without_graph
 from tritoncomm.core.backend import Handle
 from tritoncomm.core.call import enter
-from tritoncomm.core.fused import pack_many
+from tritoncomm.core.fused import plan_fused
 from tritoncomm.core.node_exchange import Levels
 from tritoncomm.core.ops import resolved
 from tritoncomm.core.plan import normalize_sizes
@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 _SUM = ReduceOp.SUM
+_shape_of = attrgetter("shape")
 # The functional collectives that torch.compile traces wait at once, and sum.
 _all_gather_outside = outside_graphs(eager.all_gather)
 _reduce_scatter_outside = outside_graphs(eager.reduce_scatter)
@@ -298,17 +299,20 @@ def split_reduce_scatter(
     many = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     if not many:
         return []
-    many = [without_graph(x) if isinstance(x, Tensor) else x for x in many]
     axes: list[Any] = list(dims) if isinstance(dims, list | tuple) else [dims] * len(many)
     if len(axes) != len(many):
         raise ArgumentError(f"{name}: {len(many)} tensors but {len(axes)} dims")
     group = _checked(many[0], parallel_mode, name)
-    for x in many:
-        _checked(x, group, name)
+    for i, x in enumerate(many):
+        if not isinstance(x, Tensor):
+            _checked(x, group, name)
         check_input(x, name)
         if x.is_quantized:  # torch cannot even allocate a wire of it
             raise UnsupportedError(f"{name}: a quantized tensor cannot be summed; call .dequantize()")
-    axes = [checked_dim(x, dim, name) for x, dim in zip(many, axes, strict=True)]
+        if x.requires_grad:
+            many[i] = x.detach()
+    for i, x in enumerate(many):
+        axes[i] = checked_dim(x, axes[i], name)
     if wire is not None:
         asked = wire, wire_between, exchange
         results = wire_sum.split_reduce_scatter(many, axes, group, name, asked, dtype, scale)
@@ -327,28 +331,24 @@ def _split_reduce_scatter(
     # None over one rank, where the tensors are only cast and scaled.
     collective = enter(name, name, group, many, (tuple(axes), dtype, scale))
     span, world, rank = collective or Span(name), group.size(), group.rank()
-    plain = [resolved(x) for x in many]  # a segment table reads memory as it is
-    wire, shards, path, copied = pack_many(plain, axes, world, dtype=dtype, scale=scale)
-    copied += sum(2 * x.nbytes for x, tensor in zip(plain, many, strict=True) if x is not tensor)
+    if dtype is None:
+        dtype = many[0].dtype
+        if len({x.dtype for x in many}) > 1:
+            kinds = sorted({str(x.dtype) for x in many})
+            raise ArgumentError(f"{name}: tensors of different dtypes {kinds} need an explicit dtype")
+    planned = plan_fused(
+        tuple(map(_shape_of, many)), tuple(map(Tensor.stride, many)), tuple(axes), world, rank, dtype
+    )  # fmt: skip
+    wire, path, copied = planned.pack.pack(many, scale=scale)
     summed = wire
     if collective is not None:
         backend.check_op(ReduceOp.SUM, wire, group, name)
-        summed = wire.new_empty(wire.shape[1:])
+        summed = wire.new_empty(wire.numel() // world)
         op = backend.op_of(ReduceOp.SUM, wire.dtype)
-        backend.reduce_scatter(backend.carrier(summed), backend.carrier(wire.view(-1)), op, group, name)
+        backend.reduce_scatter(backend.carrier(summed), backend.carrier(wire), op, group, name)
     span.end(path, copied, wire.nbytes * (world - 1) // world)
-    summed = summed.view(-1)  # cut by slices: autograd refuses writes into the results of ``split``
-    parts = [summed[offset : offset + math.prod(shape)] for offset, shape in shards]
-    pairs = zip(parts, many, axes, shards, strict=True)
-    return [_own(part, x.shape[dim], dim, shape, rank) for part, x, dim, (_, shape) in pairs]
-
-
-def _own(part: Tensor, size: int, dim: int, shape: tuple[int, ...], rank: int) -> Tensor:
-    """Return this rank's shard of a tensor as a view of its ``part`` of the flat result, without padding.
-
-    Args:
-        size: of the dim that was split.
-        shape: of the longest shard.
-    """
-    own = max(0, min(shape[dim], size - rank * shape[dim]))
-    return part.view(shape) if own == shape[dim] else part.view(shape).narrow(dim, 0, own)
+    results = []
+    for start, stop, shape, dim, size in planned.shards:
+        part = summed[start:stop].view(shape)  # slices, as autograd refuses writes into the results of ``split``
+        results.append(part if size is None else part.narrow(dim, 0, size))
+    return results

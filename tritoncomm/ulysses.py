@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
 from tritoncomm.core import compiled, eager, heads
-from tritoncomm.core.autograd import direct, without_graph
+from tritoncomm.core.autograd import direct
 from tritoncomm.core.heads import HEAD_DIM, HeadShare, Layout, split_heads
 from tritoncomm.core.plan import Ints, check_split_sizes, located, normalize_sizes
 from tritoncomm.core.validation import check_kind
@@ -170,15 +170,20 @@ def to_heads(
 
     Shape: ``[b, s, H, d] -> [b, S, h, d]`` for every tensor, in one message each way; in one for each dtype.
     """
-    if any(x.dtype is not tensors[0].dtype for x in tensors):
-        # Sums of shared heads are of one dtype. One message of bytes would need a second way to sum, for calls that
-        # scaled_dot_product_attention refuses.
-        return _by_dtype(tensors, layout, group, names)
+    wants_grad, dtype = False, tensors[0].dtype
+    for x in tensors:
+        if x.dtype is not dtype:
+            # Sums of shared heads are of one dtype. One message of bytes would need a second way to sum, for calls that
+            # scaled_dot_product_attention refuses.
+            return _by_dtype(tensors, layout, group, names)
+        wants_grad = wants_grad or x.requires_grad
     if is_compiling():
         return compiled.traced(to_heads, _traced_to_heads, names[0])(tensors, layout, group, names)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if wants_grad and torch.is_grad_enabled():
         return _Exchanged.apply(*_TO_HEADS, layout, group, names, *tensors)
-    return heads.to_heads([without_graph(x) for x in tensors], layout, group, names[0])
+    if wants_grad:
+        tensors = [x.detach() for x in tensors]
+    return heads.to_heads(tensors, layout, group, names[0])
 
 
 def _by_dtype(
@@ -209,7 +214,8 @@ def to_sequence(out: Tensor, layout: Layout, group: ProcessGroup, names: tuple[s
         return compiled.traced(to_sequence, _traced_to_sequence, names[0])(out, layout, group, names)
     if torch.is_grad_enabled() and out.requires_grad:
         return _Exchanged.apply(*_TO_SEQUENCE, layout, group, names, out)[0]
-    return heads.to_sequence((without_graph(out),), layout, group, names[0])[0]
+    out = out.detach() if out.requires_grad else out
+    return heads.to_sequence((out,), layout, group, names[0])[0]
 
 
 def _counts(layout: Layout, batch: int, width: int, rank: int, widths: Sequence[int]) -> tuple[Ints, Ints]:
@@ -398,7 +404,7 @@ class UlyssesAttention(nn.Module):
 def _checked(query: Tensor, key: Tensor | None, value: Tensor | None, name: str) -> tuple[Tensor, ...]:
     """Return q, k and v, of three tensors or of one tensor ``query`` that holds all three in dim 2."""
     for x in (query, key, value):
-        if isinstance(x, Tensor):
+        if isinstance(x, Tensor) and (type(x) is not Tensor or x.layout is not torch.strided or x.is_nested):
             check_kind(x, name)
     if key is None and value is None and isinstance(query, Tensor):
         if query.dim() != 5 or query.shape[HEAD_DIM] != 3:

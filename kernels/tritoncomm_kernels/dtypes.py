@@ -4,6 +4,7 @@ The wide type is fp32, fp64 if either side is fp64, and an integer's own type.
 """
 
 import struct
+from functools import lru_cache
 
 import torch
 
@@ -12,6 +13,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
+@lru_cache(maxsize=256)
 def wide_type(
     name: str, source: torch.dtype, target: torch.dtype, scaled: bool, summed: bool = False
 ) -> torch.dtype | None:

@@ -50,7 +50,7 @@ def pack(
         if shard.shape[-1] < block.shape[-1]:
             block[..., shard.shape[-1] :].zero_()
             block = block[..., : shard.shape[-1]]
-        _put(block, shard, scale, wide)
+        put(block, [shard], scale, wide)
     return rows.nbytes + wire.nbytes
 
 
@@ -67,7 +67,7 @@ def unpack(
     splits = _checked("unpack", rows, wire, scale, sizes, "rows")
     wide = wide_type("unpack", wire.dtype, rows.dtype, scale is not None, accumulate)
     for block, shard in _shards(rows, wire, splits):
-        _put(shard, block[..., : shard.shape[-1]], scale, wide, accumulate)
+        put(shard, [block[..., : shard.shape[-1]]], scale, wide, accumulate)
     return rows.numel() * wire.element_size() + rows.nbytes * (2 if accumulate else 1)
 
 
@@ -109,7 +109,7 @@ def gather_segments(tensors: Sequence[Tensor], wire: Tensor, segments: Segments,
         if copies:
             _copy_all([(block, rows) for rows, block in copies])
         for rows, (block,), wide in casts:
-            _put(block, rows, scale, wide)
+            put(block, [rows], scale, wide)
     return checked.copied
 
 
@@ -132,10 +132,7 @@ def scatter_segments(
         if copies:
             _copy_all(copies)
         for rows, blocks, wide in casts:
-            total = blocks[0] if len(blocks) == 1 else blocks[0].to(wide, copy=True)
-            for block in blocks[1:]:
-                total += block
-            _put(rows, total, scale, wide, accumulate)
+            put(rows, blocks, scale, wide, accumulate)
     return checked.copied
 
 
@@ -155,7 +152,7 @@ def copy_segments(tensors: Sequence[Tensor], targets: Sequence[Tensor], copies: 
             if wide is None:
                 pairs.append((target_rows, x))
             else:
-                _put(target_rows, x, None, wide)
+                put(target_rows, [x], None, wide)
         if pairs:
             _copy_all(pairs)
     return checked.copied
@@ -239,7 +236,7 @@ def _checked(
     splits = None if sizes is None else tuple(sizes)
     geometry_of(name, rows.shape, rows.stride(), wire.shape, wire.stride(), splits, target)
     if scale is not None:
-        checked_scale(name, scale, torch.float64)  # its type alone: ``_put`` checks it for the wide type
+        checked_scale(name, scale, torch.float64)  # its type alone: ``put`` checks it for the wide type
     return splits
 
 
@@ -322,18 +319,35 @@ def _typed(flat: Tensor, dtype: torch.dtype) -> Tensor:
     return flat[first : first + count * dtype.itemsize].view(dtype)
 
 
-def _put(target: Tensor, source: Tensor, scale: float | None, wide: torch.dtype | None, add: bool = False) -> None:
-    """Copy ``source`` to ``target`` with the arithmetic of the kernels: scale, add, round once."""
-    if scale is None and not add:
-        target.copy_(source if wide is None else _narrowed(source, target.dtype))
+def put(
+    target: Tensor, parts: Sequence[Tensor], scale: float | None, wide: torch.dtype | None, add: bool = False
+) -> None:
+    """Write the sum of ``parts``, in order, to ``target`` with the arithmetic of the kernels: scale, add, round once.
+
+    Args:
+        wide: type of the arithmetic; None copies the bits of one part.
+        add: add the values of ``target`` before the rounding.
+    """
+    first, *others = parts
+    if scale is None and not add and not others:
+        target.copy_(first if wide is None else _narrowed(first, target.dtype))
         return
     assert wide is not None
-    value = source.to(wide)
+    if target.dtype is wide and not add and (scale is None or not others):  # needs no buffer
+        if scale is not None:
+            torch.mul(first.to(wide), checked_scale("scale", scale, wide), out=target)
+            return
+        total = target.copy_(first) if first.dtype is not wide else torch.add(first, others.pop(0), out=target)
+    else:
+        total = first.to(wide, copy=bool(others))
+    for part in others:
+        total += part
     if scale is not None:
-        value = value * checked_scale("scale", scale, wide)
+        total = total * checked_scale("scale", scale, wide)
     if add:
-        value = target.to(wide) + value
-    target.copy_(_narrowed(value, target.dtype))
+        total = target.to(wide) + total
+    if total is not target:
+        target.copy_(_narrowed(total, target.dtype))
 
 
 def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:

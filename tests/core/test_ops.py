@@ -1,4 +1,4 @@
-"""pack, unpack, reduce and pack_many against torch.chunk, cat and sum, bit for bit, on both paths."""
+"""pack, unpack, reduce and fused wires against torch.chunk, cat and sum, bit for bit, on both paths."""
 
 import itertools
 import math
@@ -13,7 +13,8 @@ from torch import Tensor
 from tritoncomm_kernels import launch
 from tritoncomm_kernels.launch import Launch
 
-from tritoncomm.core import blocks, fused, ops
+from tritoncomm.core import blocks, ops
+from tritoncomm.core.fused import plan_fused
 from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.core.split import split_of
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
@@ -173,11 +174,22 @@ def test_out_scale_dtype_accumulate(path: str) -> None:
         assert_same_bits(widened, x.bfloat16().float() * 2.0)
 
 
+def packed(
+    tensors: list[Tensor], dims: list[int], world: int, dtype: torch.dtype | None = None, scale: float | None = None
+) -> tuple[Tensor, list[tuple[int, tuple[int, ...]]], str, int]:
+    """Wire of several tensors ``[world, total]``, offset and shape of each one's shard, path and bytes copied."""
+    shapes, strides = tuple(x.shape for x in tensors), tuple(x.stride() for x in tensors)
+    front = tuple(dim % x.dim() for x, dim in zip(tensors, dims, strict=True))
+    plan = plan_fused(shapes, strides, front, world, 0, dtype or tensors[0].dtype)
+    wire, path, copied = plan.pack.pack(tensors, scale=scale)
+    return wire.view(world, -1), [(shard.start, shard.shape) for shard in plan.shards], path, copied
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_pack_many(path: str) -> None:
     first, second, third = torch.arange(40.0).view(5, 8), torch.arange(16.0), torch.arange(18.0).view(2, 9)
     with ops.path(path):
-        wire, pieces, _, moved = fused.pack_many([first, second, third], [1, 0, -1], 4)
+        wire, pieces, _, moved = packed([first, second, third], [1, 0, -1], 4)
     assert wire.shape == (4, 10 + 4 + 6)
     assert pieces == [(0, (5, 2)), (10, (4,)), (14, (2, 3))]
     assert moved == first.nbytes + second.nbytes + third.nbytes + wire.nbytes
@@ -206,29 +218,27 @@ def test_pack_many_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     dims = [dim for _, dim in shapes]
     for dtype, scale, count in ((None, None, 1), (torch.float32, 0.25, 2)):
         with ops.path("torch"):
-            expected = fused.pack_many(tensors, dims, 4, dtype=dtype, scale=scale)
+            expected = packed(tensors, dims, 4, dtype=dtype, scale=scale)
         launches.clear()
         with ops.path("triton"):
-            wire, shards, path, copied = fused.pack_many(tensors, dims, 4, dtype=dtype, scale=scale)
+            wire, shards, path, copied = packed(tensors, dims, 4, dtype=dtype, scale=scale)
         assert len(launches) == count
         assert (shards, path, copied) == (expected[1], "triton", expected[3])
         assert_same_bits(wire, expected[0])
 
 
-@pytest.mark.parametrize("most", [5, 4])
+@pytest.mark.parametrize("most", [4, 3])
 def test_pack_many_of_many_short_rows(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """Rows that are all padded are not listed one by one; without a table each tensor has a launch of its own."""
+    """Rows that are all padded are not listed one by one; without a table torch copies block by block."""
     monkeypatch.setattr(blocks, "MOST_SEGMENTS", most)
-    fused._table.cache_clear()
+    plan_fused.cache_clear()
     tensors = [torch.randn(30, 3), torch.randn(8)]
-    layouts = tuple((x.shape, x.stride(), dim) for x, dim in zip(tensors, (1, 0), strict=True))
-    assert (fused._table(layouts, 2, torch.float32) is not None) == (most == 5)
     with ops.path("torch"):
-        expected = fused.pack_many(tensors, [1, 0], 2)
+        expected = packed(tensors, [1, 0], 2)
     with ops.path("triton"):
-        wire, shards, path, copied = fused.pack_many(tensors, [1, 0], 2)
-    fused._table.cache_clear()
-    assert (shards, path, copied) == (expected[1], "triton", expected[3])
+        wire, shards, path, copied = packed(tensors, [1, 0], 2)
+    plan_fused.cache_clear()
+    assert (shards, path, copied) == (expected[1], "triton" if most == 4 else "torch", expected[3])
     assert_same_bits(wire, expected[0])
 
 
@@ -245,9 +255,7 @@ def test_a_layout_no_kernel_reads_is_scaled_and_stays(source: torch.dtype, targe
 
 def test_pack_many_dtypes() -> None:
     mixed = [torch.ones(4), torch.ones(4, dtype=torch.bfloat16)]
-    with pytest.raises(ArgumentError, match="dtype"):
-        fused.pack_many(mixed, [0, 0], 2)
-    wire, _, _, _ = fused.pack_many(mixed, [0, 0], 2, dtype=torch.float16, scale=0.5)
+    wire, _, _, _ = packed(mixed, [0, 0], 2, dtype=torch.float16, scale=0.5)
     assert wire.dtype is torch.float16
     assert (wire == 0.5).all()
 

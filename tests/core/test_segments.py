@@ -12,8 +12,8 @@ from tritoncomm_kernels import Segment
 
 from tritoncomm import ShapeError
 from tritoncomm.core import ops
-from tritoncomm.core import segments as core
 from tritoncomm.core.blocks import MOST_SEGMENTS, Block, Blocks, table_of
+from tritoncomm.core.passes import TablePass
 
 LAYOUTS = {
     "contiguous": lambda x: x,
@@ -38,10 +38,11 @@ def test_blocks(layout: str, path: str) -> None:
         block = x[tuple(slice(at, at + n) for at, n in zip(start, extent, strict=True))]
         table = table_of([Block.of_box(0, x.shape, x.stride(), start, extent, 3)], [x.dtype])
         assert table is not None
+        gather, scatter = TablePass("gather_segments", table), TablePass("scatter_segments", table)
         assert table.wire_bytes == (3 + block.nbytes if block.numel() else 0)
         wire = torch.full((3 + block.nbytes,), 90, dtype=torch.uint8)
         with ops.path(path):
-            assert core.gather([x], wire, table) == (path, 2 * block.nbytes)
+            assert gather.run([x], wire) == path
         assert torch.equal(wire[3:], bits(torch.cat([block.reshape(-1)])))
         assert (wire[:3] == 90).all()
         if layout != "expanded":
@@ -49,7 +50,7 @@ def test_blocks(layout: str, path: str) -> None:
             expected = back.clone()
             expected[tuple(slice(at, at + n) for at, n in zip(start, extent, strict=True))] = block
             with ops.path(path):
-                assert core.scatter(wire, [back], table) == (path, 2 * block.nbytes)
+                assert scatter.run([back], wire) == path
             assert torch.equal(bits(back), bits(expected))
 
 

@@ -79,6 +79,8 @@ def strict_warnings() -> None:
     warnings.filterwarnings("ignore", message="Conversion of an array with ndim", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message="register: the sequence group has one rank")  # groups here have any size
     warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # torch 2.11, once in a process
+    # Dynamo looks at it too where a graph breaks, and torch says so once in a process.
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
     warnings.filterwarnings("ignore", message=r".*torch\.jit.*")  # a FutureWarning from torch 2.15 on
     # A linear layer with a bias returns a view.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view", category=UserWarning)

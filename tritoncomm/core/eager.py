@@ -115,7 +115,7 @@ def reduce_scatter(
         wire, copied = ops.contiguous(x)
         path = "torch" if copied else "view"
     else:
-        wire, path, copied = ops.pack(ops.resolved(x), dim, world, sizes)
+        wire, path, copied = ops.pack(x, dim, world, sizes)
     out = empty(x, planned.shape, contiguous_stride(planned.shape), x.dtype)
     if sizes is not None:
         parts = list(wire.split(planned.send_counts))
@@ -176,7 +176,7 @@ def all_reduce(
     if is_special:
         backend.check_op(op, x, group, name)
     if is_special or x.is_neg():  # the backend would write to a copy of a tensor with a lazy bit
-        x, in_place = ops.resolved(x), in_place and not (x.is_conj() or x.is_neg())
+        x, in_place = ops.resolved(x), in_place and not ops.has_lazy((x,))
     if not x.is_contiguous():
         out, path, copied = x.clone(memory_format=torch.contiguous_format), "torch", 2 * size
     elif in_place:
@@ -279,7 +279,7 @@ def all_to_all(
         raise located(error, x.shape, name, group) from None
     if span is None:
         return x if shape is None else x.reshape(shape)
-    wire, path, copied = ops.pack(ops.resolved(x), scatter_dim, world, planned.send_sizes or None)
+    wire, path, copied = ops.pack(x, scatter_dim, world, planned.send_sizes or None)
     if planned.send_sizes or wire.shape[0] % world:  # dims of size 1 in front; torch 2.15 wants to split dim 0
         received, wire = empty(wire, (math.prod(planned.shape),), (1,), wire.dtype), wire.view(-1)
     else:

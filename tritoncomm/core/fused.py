@@ -1,104 +1,108 @@
-"""One wire of several tensors: every rank's part holds its shards of all of them, one after the other."""
+"""Planner of one wire for several tensors: every rank's part holds its shards of all of them, one after the other."""
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from tritoncomm_kernels import PADDING, Segments
+from tritoncomm_kernels import PADDING
 
-from tritoncomm.core.blocks import Block, table_of
+from tritoncomm.core.blocks import Block
 from tritoncomm.core.memory import contiguous_stride
-from tritoncomm.core.ops import pack, pack_into, path_for
+from tritoncomm.core.passes import Pass
 from tritoncomm.core.plan import Ints, resized
-from tritoncomm.core.segments import gather
-from tritoncomm.core.split import Split, split_of
-from tritoncomm.errors import ArgumentError
-from tritoncomm.record import CopyPath
 
-__all__ = ["pack_many"]
+__all__ = ["FusedPlan", "FusedShard", "plan_fused"]
 
 
-def pack_many(
-    tensors: Sequence[Tensor],
-    dims: Sequence[int],
-    world: int,
-    *,
-    dtype: torch.dtype | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, list[tuple[int, Ints]], CopyPath, int]:
-    """Pack several tensors into one wire ``[world, total]``, in rank order, by one pass over each tensor.
+class FusedShard(NamedTuple):
+    """One tensor's shard in a rank's part of the wire: elements ``start`` to ``stop``, as ``shape``.
 
-    Returns the wire; for each tensor (offset of its shard in a rank's part, shape of the longest shard); the path; the
-    bytes copied. Gradients ``[5, 8]`` and ``[16]``, dims 1 and 0, over 4 ranks give a wire ``[4, 5*2 + 4]``.
+    Attributes:
+        dim: dim that is split.
+        size: of the dim on this rank, if it is smaller than in ``shape``, where padding follows; else None.
     """
-    dims = [dim % x.dim() for x, dim in zip(tensors, dims, strict=True)]
-    splits = [split_of(x.shape, x.stride(), dim, world) for x, dim in zip(tensors, dims, strict=True)]
-    sizes = [each.outer * each.run for each in splits]
-    offsets = itertools.accumulate(sizes[:-1], initial=0)
-    shards = [
-        (offset, resized(x.shape, dim, -(-x.shape[dim] // world)))
-        for x, dim, offset in zip(tensors, dims, offsets, strict=True)
-    ]
-    wire_dtype = dtype or _common_dtype(tensors)
-    if len(tensors) == 1:  # it may be the wire already
-        wire, path, copied = pack(tensors[0], dims[0], world, dtype=wire_dtype, scale=scale)
-        return wire.view(world, -1), shards, path, copied
-    wire = tensors[0].new_empty((world, sum(sizes)), dtype=wire_dtype)
-    if path_for(tensors[0], "segments") == "triton":
-        # One launch, and one more for every further dtype that is cast. Without a table each tensor takes a launch of
-        # its own.
-        layouts = tuple([(x.shape, x.stride(), dim) for x, dim in zip(tensors, dims, strict=True)])
-        segments = _table(layouts, world, wire_dtype)
-        if segments is not None:
-            return wire, shards, *gather(tensors, wire, segments, scale=scale)
-    elif scale is None and all(x.dtype is wire_dtype and each.is_wire for x, each in zip(tensors, splits, strict=True)):
-        torch.cat([x.view(world, each.run) for x, each in zip(tensors, splits, strict=True)], 1, out=wire)
-        return wire, shards, "torch", 2 * wire.nbytes
-    copied, path = 0, "torch"
-    for x, each, part in zip(tensors, splits, wire.split(sizes, 1), strict=True):
-        path, bytes_copied = pack_into(part.unflatten(1, (each.outer, each.run)), x, each, scale)
-        copied += bytes_copied
-    return wire, shards, path, copied
+
+    start: int
+    stop: int
+    shape: Ints
+    dim: int
+    size: int | None
+
+
+class FusedPlan(NamedTuple):
+    """Plan of a wire ``[world, total]``: the pass that packs it, and this rank's shards in its part."""
+
+    pack: Pass
+    shards: tuple[FusedShard, ...]
 
 
 @lru_cache(maxsize=1024)
-def _table(layouts: tuple[tuple[Ints, Ints, int], ...], world: int, dtype: torch.dtype) -> Segments | None:
-    """Return the segment table of ``pack_many``; None if it would have too many segments.
+def plan_fused(
+    shapes: tuple[Ints, ...], strides: tuple[Ints, ...], dims: Ints, world: int, rank: int, dtype: torch.dtype
+) -> FusedPlan:
+    """Plan the wire of tensors, split along ``dims`` as ``torch.chunk`` splits, in this dtype.
 
-    Args:
-        layouts: (shape, strides, split dim) of every tensor.
+    Example:
+        Gradients ``[5, 8]`` and ``[16]``, dims 1 and 0, over 4 ranks have a wire ``[4, 5*2 + 4]``.
     """
-    splits = [split_of(*layout, world) for layout in layouts]
-    starts = [0, *itertools.accumulate(each.outer * each.run for each in splits)]
+    shards, start = [], 0
+    for shape, dim in zip(shapes, dims, strict=True):
+        step = -(-shape[dim] // world)
+        longest = resized(shape, dim, step)
+        size = max(0, min(step, shape[dim] - rank * step))
+        stop = start + math.prod(longest)
+        shards.append(FusedShard(start, stop, longest, dim, None if size == step else size))
+        start = stop
     blocks = [
         block
-        for i, split in enumerate(splits)
-        for rank in range(world)
-        for block in _shard(i, split, rank, dtype.itemsize, (rank * starts[-1] + starts[i]) * dtype.itemsize)
+        for i, (shape, stride, shard) in enumerate(zip(shapes, strides, shards, strict=True))
+        for block in _blocks(i, shape, stride, shard, world, start, dtype.itemsize)
     ]
-    return table_of(blocks, [dtype] * len(layouts))
+    return FusedPlan(Pass(blocks, [dtype] * len(shapes), start * world), tuple(shards))
 
 
-def _shard(tensor: int, split: Split, rank: int, itemsize: int, at: int) -> Iterator[Block]:
-    """Yield one rank's shard of a tensor, ``[outer, run]`` from byte ``at`` of the wire on, and the padding behind it.
+def _blocks(
+    tensor: int, shape: Ints, stride: Ints, shard: FusedShard, world: int, total: int, itemsize: int
+) -> Iterator[Block]:
+    """Yield the full shards of a tensor as one block, then a shorter one, and the padding behind it.
 
-    A shard that is shorter than others is padded in each of its rows.
+    Args:
+        total: elements of a rank's part of the wire.
     """
-    lead, (whole, *tail) = split.shape[: split.dim], split.shape[split.dim :]
-    step = -(-whole // split.world)
-    size = max(0, min(step, whole - rank * step))
-    offset, wire_stride = rank * step * split.stride[split.dim], contiguous_stride((*lead, step, *tail))
-    yield Block(tensor, (*lead, size, *tail), split.stride, offset, at, wire_stride)
-    run, row = split.run * itemsize, size * math.prod(tail) * itemsize
-    yield Block(PADDING, (split.outer, run - row), (0, 1), 0, at + row, (run, 1))
+    dim, step, whole = shard.dim, shard.shape[shard.dim], shape[shard.dim]
+    full, rest = divmod(whole, step) if step else (0, 0)
+    inner, run = contiguous_stride(shard.shape), shard.stop - shard.start
+    yield _joined(Block(
+        tensor, (full, *shard.shape), (step * stride[dim], *stride), 0, shard.start * itemsize, (total, *inner)
+    ))  # fmt: skip
+    if rest:
+        at = (full * total + shard.start) * itemsize
+        yield Block(tensor, resized(shape, dim, rest), stride, full * step * stride[dim], at, inner)
+        # Each row of a shorter shard is padded. Sizes and strides of padding are bytes.
+        tail = math.prod(shape[dim + 1 :])
+        row, shorter = step * tail * itemsize, rest * tail * itemsize
+        yield Block(PADDING, (run * itemsize // row if row else 0, row - shorter), (0, 1), 0, at + shorter, (row, 1))
+    empty = world - full - bool(rest)
+    at = ((world - empty) * total + shard.start) * itemsize
+    yield Block(PADDING, (empty, run * itemsize), (0, 1), 0, at, (total * itemsize, 1))
 
 
-def _common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    """Return the dtype of all tensors; reject tensors of several dtypes."""
-    kinds = {x.dtype for x in tensors}
-    if len(kinds) != 1:
-        raise ArgumentError(f"pack_many: tensors of different dtypes {sorted(map(str, kinds))} need an explicit dtype")
-    return kinds.pop()
+def _joined(block: Block) -> Block:
+    """Merge the dims of a block behind its first one, where one stride walks two of them on both sides."""
+    size, stride, wire_stride = [1], [1], [1]
+    for length, step, wire_step in zip(block.size[:0:-1], block.stride[:0:-1], block.wire_stride[:0:-1], strict=True):
+        if length == 1:
+            continue
+        if size[0] == 1:
+            size[0], stride[0], wire_stride[0] = length, step, wire_step
+        elif step == size[0] * stride[0] and wire_step == size[0] * wire_stride[0]:
+            size[0] *= length
+        else:
+            size.insert(0, length)
+            stride.insert(0, step)
+            wire_stride.insert(0, wire_step)
+    return block._replace(
+        size=(block.size[0], *size), stride=(block.stride[0], *stride), wire_stride=(block.wire_stride[0], *wire_stride)
+    )

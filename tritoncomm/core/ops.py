@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import tritoncomm_kernels as kernels
 from torch import Tensor
+from torch.autograd import profiler
 from tritoncomm_kernels import TooLargeError, torch_path
 from tritoncomm_kernels.config import crossover
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from tritoncomm_kernels.launch import Launch
 
 __all__ = [
-    "contiguous", "forced_path", "pack", "pack_into", "path", "path_for", "reduce", "resolved", "unpack",
+    "contiguous", "forced_path", "has_lazy", "pack", "pack_into", "path", "path_for", "reduce", "resolved", "unpack",
 ]  # fmt: skip
 
 _CAT_ROW, _CAT_BYTES = 2048, 1 << 15  # torch.cat is faster for rows of at most, and wires of at least, these bytes
@@ -116,6 +117,7 @@ def pack(
     Traffic: reads ``x`` once, writes the wire once.
     """
     _range = record.profiler_range("pack")
+    x = resolved(x)
     layout = x.shape, x.stride(), dim, world
     split = split_of(*layout) if sizes is None else split_by(*layout, sizes)
     if scale is None and out is None and (dtype is None or dtype is x.dtype):
@@ -267,7 +269,7 @@ def reduce(
 
     Traffic: reads the wire once, writes the result once.
     """
-    _range = record.profiler_range("reduce")
+    _range = profiler._is_profiler_enabled and record.profiler_range("reduce")
     if out is None:
         out = wire.new_empty(wire.shape[1:]) if dtype is None else wire.new_empty(wire.shape[1:], dtype=dtype)
     flat, total = wire, out
@@ -288,6 +290,14 @@ def contiguous(x: Tensor) -> tuple[Tensor, int]:
     return (x, 0) if x.is_contiguous() else (x.contiguous(), 2 * x.nbytes)
 
 
+def has_lazy(tensors: Sequence[Tensor]) -> bool:
+    """Whether a tensor has a lazy conjugate or negative bit: its memory is not its values."""
+    for x in tensors:  # noqa: SIM110  (a generator takes three times as long)
+        if x.is_neg() or x.is_conj():
+            return True
+    return False
+
+
 def resolved(x: Tensor) -> Tensor:
     """Return ``x`` itself if it has no lazy conjugate or negative bit, else a copy with the values computed."""
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
@@ -298,7 +308,7 @@ def _plain_copy(name: str, x: Tensor, wire: Tensor, split: Split) -> int:
 
     Returns the bytes copied; 0 if no kernel fits, and nothing was copied.
     """
-    if x.is_conj() or x.is_neg() or wire.is_conj() or wire.is_neg():
+    if wire.is_conj() or wire.is_neg():
         return 0
     # Almost every call is such a copy, so its launch is kept as a whole: no view of the tensor is made.
     key = name, x.get_device(), x.dtype, (x.data_ptr() | wire.data_ptr()) & 15

@@ -2,13 +2,12 @@
 
 ``out = round((wire(x of rank 0) + wire(x of rank 1) + ...) * scale)``: pack with the cast, all-to-all, one sum. Over
 nodes the sum has two levels: of the ranks of each node, then of the nodes, both in order. The tensors are cut into
-pieces: the exchange of a piece runs while the one before it is summed, and only a few pieces need memory.
+chunks: the exchange of a chunk runs while the one before it is summed, and only a few chunks need memory.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate as running
 from typing import Any, NamedTuple
@@ -16,16 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
-from tritoncomm_kernels import MAX_PARTS, Segments
 
-from tritoncomm.core import backend, ops, segments
+from tritoncomm.core import backend, ops
 from tritoncomm.core.autograd import outside_graphs
 from tritoncomm.core.call import enter
+from tritoncomm.core.exchange import Flight
 from tritoncomm.core.memory import empty, extent_of, share_elements
 from tritoncomm.core.node_exchange import Nodes, chosen, nodes_of
 from tritoncomm.core.plan import Ints, check_split_sizes, chunk_sizes, located, resized, split_evenly
 from tritoncomm.core.validation import check_input, check_kind
-from tritoncomm.core.wire_pieces import Layout, Piece, pieces, row_stride
+from tritoncomm.core.wire_chunks import Chunk, Layout, plan_chunks, row_stride
 from tritoncomm.errors import ArgumentError, CommError, UnsupportedError
 from tritoncomm.record import CopyPath, Span
 
@@ -37,14 +36,13 @@ __all__ = [
     "checked_wire",
     "reduce_scatter",
     "split_reduce_scatter",
-    "sum_parts",
     "sum_shards",
 ]
 
 WIRES = (torch.bfloat16, torch.float16)
 _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Pieces of a call, of at least so many bytes of the wire. Four are in memory: two that were packed, two that arrive.
-_PIECES, _LEAST = 12, 1 << 20
+# Chunks of a call, of at least so many bytes of the wire. Four are in memory: two that were packed, two that arrive.
+_CHUNKS, _LEAST = 12, 1 << 20
 
 Asked = tuple[Any, Any, Any]
 """Arguments ``wire``, ``wire_between`` and ``exchange`` of a caller, not checked yet."""
@@ -67,6 +65,15 @@ class Wire(NamedTuple):
     def words(self) -> tuple[Any, ...]:
         """Return the parts of a wire that ranks compare in check mode."""
         return self.dtype, self.between, self.nodes and self.nodes.size
+
+
+class Summed(NamedTuple):
+    """A sum: the path of its passes, the bytes that they read plus write, the bytes sent, and a handle."""
+
+    path: CopyPath
+    copied: int
+    sent: int
+    handle: backend.Handle | None
 
 
 def checked_wire(asked: Asked, group: ProcessGroup, name: str) -> Wire:
@@ -120,12 +127,20 @@ def _check_out(out: Any, x: Tensor, own: Tensor, name: str) -> None:
         )
     if out.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(f"{name}: out requires grad, and is written into; use torch.no_grad()")
-    # Pieces are packed before their sums are written, so the shard itself is safe.
+    # Chunks are packed before their sums are written, so the shard itself is safe.
     if out.data_ptr() == own.data_ptr() and out.dtype is own.dtype and own.is_contiguous():
         return
     starts, ends = zip(*((each.data_ptr(), each.data_ptr() + extent_of(each)) for each in (out, x)), strict=True)
     if max(starts) < min(ends) and share_elements(out, x):
         raise ArgumentError(f"{name}: out shares memory with the tensor, and is not this rank's shard of it")
+
+
+@lru_cache(maxsize=256)
+def _shard_of(shape: Ints, dim: int, sizes: Ints | None, world: int, rank: int) -> tuple[Ints, Ints]:
+    """Return the size of ``dim`` on every rank, and the shape of this rank's shard."""
+    sizes = sizes or (split_evenly(shape, dim, world),) * world
+    check_split_sizes(shape, dim, world, sizes)
+    return sizes, resized(shape, dim, sizes[rank])
 
 
 @outside_graphs
@@ -153,11 +168,9 @@ def reduce_scatter(
     wire, factor = checked_wire(asked, group, name), _checked_factor(op, scale, world, name)
     _check_summed(x, name)
     try:
-        sizes = sizes or (split_evenly(x.shape, dim, world),) * world
-        check_split_sizes(x.shape, dim, world, sizes)
+        sizes, shape = _shard_of(x.shape, dim, sizes, world, rank)
     except CommError as error:
         raise located(error, x.shape, name, group) from None
-    shape = resized(x.shape, dim, sizes[rank])
     result = x.new_empty(shape) if out is None else out
     if out is not None:
         _check_out(out, x, x.narrow(dim, sum(sizes[:rank]), sizes[rank]), name)
@@ -239,20 +252,20 @@ def _sum(
     accumulate: bool = False,
     result: Tensor | None = None,
     scratch: Tensor | None = None,
-) -> tuple[CopyPath, int, int, backend.Handle | None]:
+) -> Summed:
     """Run ``sum_shards`` of any tensors, cut along (dim, sizes) each."""
-    copied, given, layouts = 0, [], []
+    copied, readable, layouts = 0, [], []
     for tensor, (dim, sizes) in zip(tensors, cuts, strict=True):
-        x = ops.resolved(tensor)
+        x = tensor
         if row_stride(x.shape, x.stride(), dim) is None:
-            x = _narrowed(x, wire.dtype).contiguous()  # if it is one piece, this is the wire
-        copied += 0 if x is tensor else tensor.nbytes + x.nbytes
-        given.append(x)
+            x = _narrowed(x, wire.dtype).contiguous()  # if it is one chunk, this is the wire
+            copied += tensor.nbytes + x.nbytes
+        readable.append(x)
         layouts.append((x.shape, x.stride(), dim, sizes))
-    path, moved, sent, handle = sum_shards(
-        given, tuple(layouts), out, group, name, wire, scale, accumulate, result=result, scratch=scratch
+    summed = sum_shards(
+        readable, tuple(layouts), out, group, name, wire, scale, accumulate, result=result, scratch=scratch
     )
-    return path, copied + moved, sent, handle
+    return summed._replace(copied=copied + summed.copied) if copied else summed
 
 
 def sum_shards(
@@ -264,151 +277,94 @@ def sum_shards(
     wire: Wire,
     scale: float | None = None,
     accumulate: bool = False,
-    piece_bytes: int | None = None,
+    chunk_bytes: int | None = None,
     result: Tensor | None = None,
     scratch: Tensor | None = None,
-) -> tuple[CopyPath, int, int, backend.Handle | None]:
+) -> Summed:
     """Sum the ranks' tensors, and write this rank's shards of all of them into ``out``, one after the other.
 
     Args:
-        tensors: without lazy bits, of a floating-point dtype, with a ``row_stride``.
+        tensors: of a floating-point dtype, with a ``row_stride``.
         layouts: of the tensors; shapes, dims and sizes are the same on every rank, strides need not be.
         out: flat and contiguous, of a floating-point dtype.
         scale: factor applied to the sum.
         accumulate: add to ``out``, before the one rounding.
-        piece_bytes: bytes of the wire in a piece; a twelfth of it by default, 1 MiB at least.
+        chunk_bytes: bytes of the wire in a chunk; a twelfth of it by default, 1 MiB at least.
         result: start all exchanges, and return a handle that sums in ``wait`` and returns this tensor; None waits here.
         scratch: memory for what arrives, of a call that sends all at once from rank to rank; new memory by default.
-
-    Returns:
-        The path of the passes, the bytes that they read plus write, the bytes sent, and the handle.
     """
-    rank, world = group.rank(), group.size()
-    elements = sum(x.numel() for x in tensors)
+    elements = 0
+    for x in tensors:
+        elements += x.numel()
     size = wire.dtype.itemsize
-    most = elements if result is not None else (piece_bytes or max(elements * size // _PIECES, _LEAST)) // size
-    nodes = None if wire.nodes is None else (wire.nodes.count, wire.nodes.size)
-    call = _Call(out, group, name, wire, scale, accumulate, scratch)
+    most = elements if result is not None else (chunk_bytes or max(elements * size // _CHUNKS, _LEAST)) // size
+    plan = plan_chunks(layouts, group.size(), group.rank(), max(most, 1), wire.dtype, wire.between, wire.nodes)
     path: CopyPath = "view"
-    flying: tuple[Piece, Tensor, backend.Work] | None = None
-    buffers: list[Tensor] = []  # of the piece in flight
-    for piece in pieces(layouts, world, rank, max(most, 1), wire.dtype, nodes):
-        packed, path = call.pack(tensors, piece)
-        following = piece, *call.send(packed, piece)
-        if flying is not None:
-            call.finish(*flying)
-        flying, buffers = following, [following[1], packed]
-    if flying is not None and path == "view":  # nothing was packed
-        path = ops.path_for(flying[1], "reduce")
-    handle = None if result is None else backend.Handle(None, result, None)
-    if flying is not None and result is not None:
-        piece, received, work = flying
-        call.count(piece)  # now: the span ends before the sum is made
-        if wire.nodes is not None:
-            # Now, too: ranks may wait for handles in any order, and messages are matched by the order of their issue.
-            with _beside(*buffers):
-                work, *buffers = call.cross(piece, received, work, asynchronous=True)  # both are the handle's
-        handle = backend.Handle(work, result, partial(call.total, piece, buffers[0]), *buffers)
-    elif flying is not None:
-        call.finish(*flying)
-    return path, call.copied, call.sent, handle
+    copied = sent = 0
+    chunk, flight = None, None
+    overlaps = len(plan) > 1 or result is not None
+    for following in plan:
+        starting = _start(following, tensors, group, name, scratch, overlaps)
+        path, copied = starting.path, copied + starting.copied
+        for level in following.levels if group.size() > 1 else ():
+            sent += level.bytes_sent
+        if chunk is not None and flight is not None:
+            copied += _finish(chunk, flight, out, group, name, scale, accumulate)
+        chunk, flight = following, starting
+    if chunk is None or flight is None:
+        return Summed(path, copied, sent, None if result is None else backend.Handle(None, result, None))
+    if path == "view":  # nothing was packed
+        path = ops.path_for(flight.received, "reduce")
+    if result is None:
+        copied += _finish(chunk, flight, out, group, name, scale, accumulate)
+        return Summed(path, copied, sent, None)
+    if wire.nodes is not None:
+        # Now, too: ranks may wait for handles in any order, and messages are matched by the order of their issue.
+        with _beside(flight.received, flight.sent):
+            flight = _cross(chunk, flight, group, name, asynchronous=True)
+            copied += flight.copied
+    own, last = out.narrow(0, chunk.start, chunk.size), chunk.levels[-1].unpack
+    assert last is not None
+    copied += last.unpacked_bytes([own], accumulate)  # the span ends before the sum is made
+    finish = partial(last.unpack, flight.received, [own], scale, accumulate)
+    return Summed(path, copied, sent, backend.Handle(flight.work, result, finish, flight.received, flight.sent))
 
 
-@dataclass
-class _Call:
-    """Common data of the exchanges and sums of one call, and the bytes that they copy and send."""
+def _start(
+    chunk: Chunk, tensors: Sequence[Tensor], group: ProcessGroup, name: str, scratch: Tensor | None, asynchronous: bool
+) -> Flight:
+    """Start the exchange of a chunk, in the node if there are two levels. Over one rank the wire has arrived."""
+    if group.size() > 1:
+        return chunk.levels[0].start(tensors, group, name, scratch, asynchronous)
+    wire, path, copied = chunk.levels[0].pack.pack(tensors)
+    return Flight(wire, None, wire, path, copied)
 
-    out: Tensor
-    group: ProcessGroup
-    name: str
-    wire: Wire
-    scale: float | None
-    accumulate: bool
-    scratch: Tensor | None
-    copied: int = 0
-    sent: int = 0
 
-    def pack(self, tensors: Sequence[Tensor], piece: Piece) -> tuple[Tensor, CopyPath]:
-        """Return a piece of the tensors in the wire's dtype, a view of the tensor or a new wire, and the path."""
-        first = tensors[0]
-        if piece.is_in_order and first.dtype is piece.dtype and first.numel() == sum(piece.counts):
-            # By memory, not by indices: a transposed tensor with one index of the split dim per rank is in order, too.
-            return first.as_strided((first.numel(),), (1,)), "view"
-        wire = empty(first, (sum(piece.counts),), (1,), piece.dtype)
-        if not wire.numel():
-            return wire, "view"
-        if ops.path_for(wire, "segments") == "triton" and piece.table is not None:
-            path, copied = segments.gather(tensors, wire, piece.table)
-            self.copied += copied
-            return wire, path
-        for block in piece.blocks:
-            x, place = block.view(tensors[block.tensor]), block.in_wire(wire)
-            place.copy_(x.float() if x.dtype is torch.float64 else x)  # a kernel rounds fp64 to 16 bits through fp32
-            self.copied += place.nbytes + x.nbytes
-        return wire, "torch"
+def _finish(
+    chunk: Chunk, flight: Flight, out: Tensor, group: ProcessGroup, name: str, scale: float | None, accumulate: bool
+) -> int:
+    """Wait for a chunk and sum it into ``out``; with two levels the node's sum crosses first. Return bytes copied."""
+    copied = 0
+    if len(chunk.levels) > 1:
+        flight = _cross(chunk, flight, group, name, asynchronous=False)
+        copied = flight.copied
+    elif flight.work is not None:
+        flight.work.wait()
+    last = chunk.levels[-1].unpack
+    assert last is not None
+    return copied + last.unpack(flight.received, [out.narrow(0, chunk.start, chunk.size)], scale, accumulate).copied
 
-    def send(self, packed: Tensor, piece: Piece) -> tuple[Tensor, backend.Work]:
-        """Start the exchange of a piece, of the first level if there are two; return what arrives."""
-        rank, world, nodes = self.group.rank(), self.group.size(), self.wire.nodes
-        if world == 1:
-            return packed, None
-        counts = piece.counts
-        if nodes is None:
-            sends, receives = counts, (counts[rank],) * world
-            own = counts[rank]
-        else:
-            mine = [sum(counts[local :: nodes.size]) for local in range(nodes.size)]
-            own = mine[nodes.local]
-            sends, receives = nodes.inside(mine), nodes.inside([own] * nodes.size)
-        received = self.scratch
-        if received is None:
-            received = empty(packed, (sum(receives),), (1,), packed.dtype)
-        self.sent += (sum(counts) - own) * packed.itemsize
-        if len({*sends, *receives}) == 1:
-            sends = receives = ()
-        return received, backend.all_to_all(received, packed, receives, sends, self.group, self.name, True)
 
-    def count(self, piece: Piece) -> None:
-        """Count the bytes that ``finish`` copies and sends."""
-        nodes, own = self.wire.nodes, piece.counts[self.group.rank()]
-        written = own * self.out.itemsize * (2 if self.accumulate else 1)
-        if nodes is None:
-            self.copied += self.group.size() * own * piece.dtype.itemsize + written
-            return
-        mine, size = sum(piece.counts[nodes.local :: nodes.size]), self.wire.between.itemsize
-        self.copied += mine * (nodes.size * piece.dtype.itemsize + size) + nodes.count * own * size + written
-        self.sent += (mine - own) * size
-
-    def finish(self, piece: Piece, received: Tensor, work: backend.Work) -> None:
-        """Wait for a piece, and sum it."""
-        self.count(piece)
-        if self.wire.nodes is not None:
-            work, received, _ = self.cross(piece, received, work)
-        elif work is not None:
-            work.wait()
-        self.total(piece, received)
-
-    def cross(
-        self, piece: Piece, received: Tensor, work: backend.Work, asynchronous: bool = False
-    ) -> tuple[backend.Work, Tensor, Tensor]:
-        """Wait for the first level, sum, and exchange the sums of nodes; return (work, what arrives, what is sent)."""
-        nodes = self.wire.nodes
-        assert nodes is not None
-        if work is not None:
-            work.wait()
-        own, counts = piece.counts[self.group.rank()], piece.counts[nodes.local :: nodes.size]
-        sums = empty(received, (sum(counts),), (1,), self.wire.between)
-        sum_parts(received.view(nodes.size, -1), sums, None)
-        arriving = empty(received, (nodes.count * own,), (1,), self.wire.between)
-        across = nodes.across([own] * nodes.count), nodes.across(counts)
-        work = backend.all_to_all(arriving, sums, *across, self.group, self.name, asynchronous)
-        return work, arriving, sums
-
-    def total(self, piece: Piece, received: Tensor) -> None:
-        """Sum the parts of a piece that arrived from all ranks, or from all nodes."""
-        own, nodes = piece.counts[self.group.rank()], self.wire.nodes
-        count = self.group.size() if nodes is None else nodes.count
-        sum_parts(received.view(count, own), self.out.narrow(0, piece.start, own), self.scale, self.accumulate)
+def _cross(chunk: Chunk, flight: Flight, group: ProcessGroup, name: str, asynchronous: bool) -> Flight:
+    """Wait for the exchange in the node, sum, and start the exchange of the nodes' sums."""
+    inner, outer = chunk.levels[0], chunk.levels[-1]
+    if flight.work is not None:
+        flight.work.wait()
+    assert inner.unpack is not None
+    sums = empty(flight.received, (outer.pack.elements,), (1,), outer.pack.dtypes[0])
+    copied = inner.unpack.unpack(flight.received, [sums]).copied
+    crossing = outer.start([sums], group, name, asynchronous=asynchronous)
+    return crossing._replace(copied=copied)
 
 
 @contextmanager
@@ -430,22 +386,3 @@ def _beside(*buffers: Tensor) -> Iterator[None]:
 def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x`` in the wire's dtype; fp64 is rounded to 16 bits through fp32, as kernels do."""
     return (x.float() if x.dtype is torch.float64 else x).to(dtype)
-
-
-def sum_parts(parts: Tensor, out: Tensor, scale: float | None, accumulate: bool = False) -> None:
-    """Sum parts ``[n, elements]`` in order into ``out``, with one rounding."""
-    count, elements = parts.shape
-    if not elements:
-        return
-    if not accumulate and count <= MAX_PARTS:
-        ops.reduce(parts, scale=scale, out=out)
-    else:
-        table = _sums(count, elements, parts.dtype)
-        segments.scatter(parts.view(-1), [out], table, scale=scale, accumulate=accumulate, sums=True)
-
-
-@lru_cache(maxsize=256)
-def _sums(count: int, elements: int, dtype: torch.dtype) -> Segments:
-    """Return the table that sums ``count`` parts of a wire."""
-    rows = [(0, 0, 1, elements, elements, part * elements * dtype.itemsize) for part in range(count)]
-    return Segments(rows, [dtype])

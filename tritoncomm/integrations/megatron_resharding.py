@@ -21,8 +21,7 @@ from tritoncomm.core import backend
 from tritoncomm.core.agreement import largest
 from tritoncomm.core.blocks import MOST_SEGMENTS
 from tritoncomm.core.memory import empty_on
-from tritoncomm.core.ops import resolved
-from tritoncomm.core.segments import full_tensors, gather, scatter
+from tritoncomm.core.passes import whole_tensors
 from tritoncomm.core.validation import check_data
 from tritoncomm.errors import ArgumentError, CommError, GroupError, MismatchError, UnsupportedError
 
@@ -147,14 +146,14 @@ class PackedCopyService:
             then = {peer: buckets[turn] for peer, buckets in receiving.items() if turn < len(buckets)}
             packed, arriving = _Wire(now), _Wire(then)
             if packed.tensors:
-                path, more = gather(packed.tensors, packed.memory, packed.table)
+                _, path, more = packed.copies.pack(packed.tensors, packed.memory)
                 copied, sent = copied + more, sent + packed.memory.nbytes
             through_host = backend.cuda_backend(group) in ("", "gloo")
             out, into = packed.messages(through_host, is_send=True), arriving.messages(through_host, is_send=False)
             backend.send_and_receive(list(out.items()), list(into.items()), group, _NAME).wait()
             if arriving.tensors:
                 arriving.arrive(into)
-                path, more = scatter(arriving.memory, arriving.tensors, arriving.table)
+                _, path, more = arriving.copies.unpack(arriving.memory, arriving.tensors)
                 copied += more
         return path, copied, sent
 
@@ -165,7 +164,7 @@ class _Wire:
     Attributes:
         tensors: of all messages.
         memory: the buffer.
-        table: where each tensor lies in it.
+        copies: pass between the tensors and the buffer.
     """
 
     def __init__(self, copies: Mapping[int, Sequence[_Copy]]) -> None:
@@ -175,15 +174,14 @@ class _Wire:
         for peer, each in copies.items():
             first = end
             for copy in each:
-                self.tensors.append(resolved(copy.tensor.detach()))
+                self.tensors.append(copy.tensor.detach())
                 starts.append(end)
                 end += -(-copy.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
             self._spans[peer] = first, end
         if self.tensors:
             self.memory = empty_on(self.tensors[0].device, (end,), torch.uint8)
-            table = full_tensors(tuple([(x.shape, x.stride(), x.dtype) for x in self.tensors]), tuple(starts))
-            assert table is not None, "contiguous tensors are one segment each"
-            self.table = table
+            layouts = tuple([(x.shape, x.dtype, x.stride()) for x in self.tensors])
+            self.copies = whole_tensors(layouts, tuple(starts))
 
     def messages(self, through_host: bool, *, is_send: bool) -> dict[int, Tensor]:
         """The message of every peer: in the buffer, or in host memory where the group carries no CUDA tensors."""

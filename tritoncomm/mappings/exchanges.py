@@ -75,7 +75,7 @@ def _flattened(x: Tensor, name: str) -> Tensor:
     except RuntimeError:
         check_kind(x, name)  # a sparse tensor has no such view either
         started = record.now()
-        rows, path, copied = ops.pack(ops.resolved(x), dim=0, world=1)  # a contiguous copy
+        rows, path, copied = ops.pack(x, dim=0, world=1)  # a contiguous copy
         # The exchange that follows counts the call, so that this adds its bytes only.
         record.add(name, path, copied, 0, started, calls=0)
         return rows.view(flat)

@@ -7,6 +7,7 @@ the memory of their wire, so each of them keeps the whole wire alive.
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from operator import index
 from typing import Any, NamedTuple
 
@@ -16,8 +17,7 @@ from torch import Tensor
 from tritoncomm.core import ops
 from tritoncomm.core.backend import carrier, is_device_error, special
 from tritoncomm.core.memory import contiguous_stride, empty_on
-from tritoncomm.core.ops import resolved
-from tritoncomm.core.segments import full_tensors, gather
+from tritoncomm.core.passes import whole_tensors
 from tritoncomm.core.validation import check_data
 from tritoncomm.debug.p2p_check import Content
 from tritoncomm.errors import ArgumentError, MismatchError, ShapeError
@@ -181,29 +181,19 @@ def pack(x: Any, name: str, dtype: torch.dtype | None = None) -> Packed | None:
         check_data(each, name)
     if not x:
         return None
-    tensors = [resolved(each.detach()) for each in x]
+    tensors = [each.detach() for each in x]
     if dtype is not None:
         tensors = [each if each.dtype is dtype else _cast(each, dtype, name) for each in tensors]
     if len(tensors) == 1:
         (only,) = tensors
-        if only.is_contiguous():
+        if only.is_contiguous() and not ops.has_lazy(tensors):
             return carrier(only), tensors, "view", 0
         wire, path, bytes_copied = ops.pack(only, dim=0, world=1)  # a contiguous copy
         return carrier(wire.view(only.shape)), tensors, path, bytes_copied
-    wire, slots = allocate(specs_of(tensors), tensors[0].device)
-    if ops.path_for(tensors[0]) == "torch":
-        torch._foreach_copy_(slots, tensors)  # pyright: ignore[reportPrivateImportUsage]
-        return wire, slots, "torch", 2 * sum([each.nbytes for each in tensors])
-    starts = tuple([slot.storage_offset() * slot.itemsize for slot in slots])
-    table = full_tensors(tuple([(each.shape, each.stride(), each.dtype) for each in tensors]), starts)
-    if table is not None and table.segments:
-        return wire, slots, *gather(tensors, wire, table)
-    # A table that would be too long leaves one launch per tensor; tensors without elements need none.
-    path, bytes_copied = "view", 0
-    for each, slot in zip(tensors, slots, strict=True):
-        if each.numel():
-            _, path, copied = ops.pack(each if each.dim() else each.view(1), 0, 1, out=slot.view(1, 1, -1))
-            bytes_copied += copied
+    specs = specs_of(tensors)
+    wire, slots = allocate(specs, tensors[0].device)
+    layouts = tuple([(*spec, each.stride()) for spec, each in zip(specs, tensors, strict=True)])
+    _, path, bytes_copied = whole_tensors(layouts, _places(specs).starts).pack(tensors, wire, slots=slots)
     return wire, slots, path, bytes_copied
 
 
@@ -217,17 +207,31 @@ def _cast(x: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return x.detach().to(dtype, memory_format=torch.contiguous_format)
 
 
+class _Places(NamedTuple):
+    """Byte of the wire at which each tensor of a message starts, and the end of the last one."""
+
+    starts: tuple[int, ...]
+    end: int
+
+
+@lru_cache(maxsize=1024)
+def _places(specs: Specs) -> _Places:
+    """Place tensors one after the other, each at a multiple of 16 bytes."""
+    starts, end = [], 0
+    for shape, dtype in specs:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        starts.append(start)
+        end = start + math.prod(shape) * dtype.itemsize
+    return _Places(tuple(starts), end)
+
+
 def allocate(specs: Specs, device: torch.device | str) -> Buffers:
     """Allocate an uninitialised message for tensors of these specs; several tensors share the memory of one wire."""
     if len(specs) == 1:
         ((shape, dtype),) = specs
         x = empty_on(device, shape, dtype)
         return carrier(x) if dtype in special else x, [x]
-    starts, end = [], 0
-    for shape, dtype in specs:
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        starts.append(start)
-        end = start + math.prod(shape) * dtype.itemsize
+    starts, end = _places(specs)
     wire = empty_on(device, (end,), torch.uint8)
     storage = wire.untyped_storage()
     tensors = []

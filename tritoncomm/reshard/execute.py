@@ -2,24 +2,23 @@
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import tritoncomm_kernels as kernels
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
-from tritoncomm_kernels import Segments, in_turns
+from tritoncomm_kernels import in_turns
 
 from tritoncomm import record
-from tritoncomm.core import backend, segments
+from tritoncomm.core import backend
 from tritoncomm.core.autograd import direct
 from tritoncomm.core.blocks import Block
 from tritoncomm.core.memory import contiguous_stride, empty, share_memory
-from tritoncomm.core.ops import path_for
+from tritoncomm.core.ops import has_lazy, resolved
+from tritoncomm.core.passes import TablePass, takes_kernel
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError, GroupError, UnsupportedError
 from tritoncomm.reshard import tables
@@ -31,47 +30,15 @@ __all__ = ["Executor", "apply", "messages"]
 _PREPARED = 8  # combinations of strides whose steps an executor keeps
 
 
-@dataclass
-class _Pass:
-    """One pass over a table: a gather into the wire, a scatter from it, or direct copies.
+class _Pass(NamedTuple):
+    """A pass over a table, and the indices of its tensors among those of the plan."""
 
-    Attributes:
-        name: the kernels' function.
-        used: indices of the tensors in the table.
-        accumulate: a scatter adds to the tensors' values.
-        sums: a scatter sums segments of the same rows.
-        launches: the prepared launches; None before the first call. They stay here instead of in the kernels' cache: a
-            plan of a large model has more passes than that cache has entries (128).
-    """
-
-    name: Literal["gather_segments", "scatter_segments", "copy_segments"]
     used: Ints
-    table: Segments
-    accumulate: bool = False
-    sums: bool = False
-    launches: "kernels.SegmentCall | None" = None
+    over: TablePass
 
     def run(self, tensors: Sequence[Tensor], wire: Tensor) -> record.CopyPath:
-        """Gather from all tensors of the plan into the wire, or scatter the wire into them; return the path taken."""
-        chosen = [tensors[i] for i in self.used]
-        if path_for(wire, "segments") == "triton":
-            self.launch(chosen, wire)
-            return "triton"
-        if self.name == "gather_segments":
-            return segments.gather(chosen, wire, self.table)[0]
-        return segments.scatter(wire, chosen, self.table, accumulate=self.accumulate, sums=self.sums)[0]
-
-    def launch(self, tensors: Sequence[Tensor], wire: Tensor) -> None:
-        """Launch the kernels of a pass; the first call prepares them.
-
-        Args:
-            tensors: the tensors of the table; of direct copies, each tensor followed by its result.
-            wire: the bytes of a bucket; of direct copies, the last result.
-        """
-        _range = record.profiler_range(self.name)
-        if self.launches is None:
-            self.launches = kernels.SegmentCall(self.name, self.table, tensors, wire, self.accumulate, self.sums)
-        self.launches(tensors, wire)
+        """Gather from tensors of the plan into the wire, or scatter the wire into them; return the path."""
+        return self.over.run([tensors[i] for i in self.used], wire)
 
 
 class BucketStep:
@@ -96,7 +63,7 @@ class BucketStep:
         )
         # A table comes with the indices of its tensors, the first two fields of a pass; it is None without blocks.
         pack = tables.table_of(packed, strides[0], carried)
-        self._pack = None if pack is None else _Pass("gather_segments", *pack)
+        self._pack = None if pack is None else _Pass(pack[0], TablePass("gather_segments", pack[1]))
         unpacked = tables.concatenated(
             tables.blocks_of(bucket.staged, bucket.staged.target, sent),
             tables.blocks_of(bucket.recv, bucket.recv.start, sent + staged if staged else 0),
@@ -109,7 +76,7 @@ class BucketStep:
             groups = [(pieces.pick(~adds), False), (pieces.pick(adds), True)]
         unpacks = [(tables.table_of(blocks, strides[1], carried), accumulate) for blocks, accumulate in groups]
         self._unpacks = [
-            _Pass("scatter_segments", *table, accumulate=accumulate, sums=plan.sums)
+            _Pass(table[0], TablePass("scatter_segments", table[1], accumulate, plan.sums))
             for table, accumulate in unpacks
             if table
         ]
@@ -120,7 +87,7 @@ class BucketStep:
             [block for block in staying if (block.tensor in plan.accumulated) is adds] for adds in (False, True)
         )
         copies = None if in_place else tables.copies_between(self._direct, dtypes)
-        self._copies = None if copies is None else _Pass("copy_segments", *copies)
+        self._copies = None if copies is None else _Pass(copies[0], TablePass("copy_segments", copies[1]))
 
     def __bool__(self) -> bool:
         """Whether a step has to run: some rank sends, or this rank has blocks to pack or to copy."""
@@ -134,7 +101,7 @@ class BucketStep:
         wire, base, send, receive = self._staging(sources[0])
         if self._pack is not None:
             path = self._pack.run(sources, wire)
-        copies = self._copies if self._copies is not None and path_for(sources[0], "segments") == "triton" else None
+        copies = self._copies if self._copies is not None and takes_kernel(sources[0]) else None
         # Views are taken before the exchange: it may overwrite blocks of tensors that share memory with results.
         copied = self._views(self._direct, sources, targets) if self._direct and copies is None else None
         summed = self._views(self._summed, sources, targets) if self._summed else None
@@ -146,7 +113,7 @@ class BucketStep:
         if copies is not None:
             # In turns a tensor and its result.
             path, pairs = "triton", in_turns([sources[i] for i in copies.used], [targets[i] for i in copies.used])
-            copies.launch(pairs, pairs[-1])
+            copies.over.launch(pairs, pairs[-1])
         elif copied is not None:
             path = "torch"
             torch._foreach_copy_(copied[1], copied[0])  # pyright: ignore[reportPrivateImportUsage]
@@ -259,8 +226,11 @@ class Executor:
             _range = record.begin(name, "reshard", self.group, list(tensors), (self.digest.hex(),))
         # Kernels copy bits, and lazy conjugates and negatives are not in the bits.
         sources, copied = tensors, 0
-        if any(x.requires_grad or x.is_conj() or x.is_neg() for x in tensors):
-            sources = [x.detach().resolve_conj().resolve_neg() for x in tensors]
+        is_readable = not has_lazy(tensors)
+        for x in tensors:
+            is_readable = is_readable and not x.requires_grad
+        if not is_readable:
+            sources = [resolved(x.detach()) for x in tensors]
             pairs = zip(tensors, sources, strict=True)
             copied = sum(2 * x.nbytes for x, source in pairs if x.data_ptr() != source.data_ptr())
         if results is None:
@@ -274,7 +244,7 @@ class Executor:
             # A result whose rows are not dense, or with lazy bits, is written through new memory and copied at the end.
             detached = [x.detach() for x in results]
             targets = [
-                x if _has_dense_rows(x.shape, x.stride()) and not (x.is_conj() or x.is_neg()) else x.new_empty(x.shape)
+                x if _has_dense_rows(x.shape, x.stride()) and not has_lazy((x,)) else x.new_empty(x.shape)
                 for x in detached
             ]
             after = tuple([(x.stride(), x.get_device()) for x in targets])

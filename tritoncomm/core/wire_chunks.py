@@ -1,0 +1,195 @@
+"""Planner of a sum over a wire: the shards of all tensors in chunks, cut the same way on every rank."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from tritoncomm_kernels.geometry import coalesce
+
+from tritoncomm.core.blocks import Block
+from tritoncomm.core.exchange import Exchange
+from tritoncomm.core.memory import contiguous_stride
+from tritoncomm.core.node_exchange import Nodes
+from tritoncomm.core.passes import Pass
+from tritoncomm.core.plan import Ints
+from tritoncomm.core.split import Split, split_by
+
+__all__ = ["Chunk", "Layout", "plan_chunks", "row_stride", "sum_pass"]
+
+Layout = tuple[Ints, Ints, int, Ints]
+"""Of a tensor: shape, strides, the dim that is split, its size on every rank."""
+
+
+class Chunk(NamedTuple):
+    """A part of every rank's shards.
+
+    Attributes:
+        start, size: this rank's elements among its shards of all tensors.
+        levels: one exchange from rank to rank, or two: in the node, and of the nodes' sums between nodes. Each unpack
+            sums what arrives.
+    """
+
+    start: int
+    size: int
+    levels: tuple[Exchange] | tuple[Exchange, Exchange]
+
+
+class _Box(NamedTuple):
+    """A box of one tensor's outer dims, those before the split one, and a range of the columns of every rank.
+
+    Attributes:
+        start, size: of the box in the outer dims.
+        columns: of every rank the first column of its shard, and the number of columns.
+    """
+
+    tensor: int
+    start: Ints
+    size: Ints
+    columns: tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=256)
+def plan_chunks(
+    layouts: tuple[Layout, ...],
+    world: int,
+    rank: int,
+    most: int,
+    dtype: torch.dtype,
+    between: torch.dtype,
+    nodes: Nodes | None,
+) -> list[Chunk]:
+    """Cut the shards of all tensors into chunks of about ``most`` elements of all ranks, the same on every rank.
+
+    Args:
+        dtype, between: of the wire, and of the sums of nodes between nodes.
+        nodes: of the group, for two levels; None for an exchange from rank to rank.
+    """
+    splits = [split_by(*layout[:3], world, layout[3]) for layout in layouts]
+    order = list(range(world))
+    if nodes is not None:  # the wire has, for each local rank, what goes to that rank of every node
+        order = [node * nodes.size + local for local in range(nodes.size) for node in range(nodes.count)]
+    result: list[Chunk] = []
+    start, held, boxes = 0, 0, []
+    for box, elements in (*_boxes(splits, most), (None, 0)):
+        if boxes and (box is None or held + elements > most):
+            counts = [sum(math.prod(each.size) * each.columns[r][1] for each in boxes) for r in range(world)]
+            blocks = _blocks(splits, boxes, order, dtype.itemsize)
+            pack = Pass(blocks, [dtype] * len(splits), sum(counts))
+            levels = (_flat(pack, counts, rank),) if nodes is None else _by_nodes(pack, counts, rank, between, nodes)
+            result.append(Chunk(start, counts[rank], levels))
+            start, held, boxes = start + counts[rank], 0, []
+        if box is not None:
+            boxes.append(box)
+            held += elements
+    return result
+
+
+def _flat(pack: Pass, counts: Sequence[int], rank: int) -> Exchange:
+    """Return the exchange of a chunk from rank to rank; ``counts`` are the elements of every rank's shards."""
+    own, world = counts[rank], len(counts)
+    # Every rank has all counts, so all of them choose the even call.
+    send, recv = ((), ()) if len(set(counts)) == 1 else (tuple(counts), (own,) * world)
+    bytes_sent = (sum(counts) - own) * pack.dtypes[0].itemsize
+    return Exchange(pack, sum_pass(world, own, pack.dtypes[0]), (), send, recv, bytes_sent)
+
+
+def _by_nodes(
+    pack: Pass, counts: Sequence[int], rank: int, between: torch.dtype, nodes: Nodes
+) -> tuple[Exchange, Exchange]:
+    """Return the exchanges of a chunk in the node, by local rank, and of the nodes' sums between nodes."""
+    of_local = [sum(counts[local :: nodes.size]) for local in range(nodes.size)]
+    summed, own = of_local[nodes.local], counts[rank]
+    dtype, of_nodes = pack.dtypes[0], counts[nodes.local :: nodes.size]
+    in_node = Exchange(
+        pack, sum_pass(nodes.size, summed, dtype), (), nodes.inside(of_local), nodes.inside([summed] * nodes.size),
+        (sum(counts) - summed) * dtype.itemsize,
+    )  # fmt: skip
+    sums = Pass([Block(0, (summed,), (1,), 0, 0, (1,))], [between], summed)
+    crossing = Exchange(
+        sums, sum_pass(nodes.count, own, between), (), nodes.across(of_nodes), nodes.across([own] * nodes.count),
+        (summed - own) * between.itemsize,
+    )  # fmt: skip
+    return in_node, crossing
+
+
+@lru_cache(maxsize=256)
+def sum_pass(count: int, elements: int, dtype: torch.dtype) -> Pass:
+    """Return the pass that sums ``count`` parts of a wire, of this many elements, into a contiguous tensor."""
+    return Pass([Block(0, (count, elements), (0, 1), 0, 0, (elements, 1))], [dtype], count * elements, sums=True)
+
+
+def _boxes(splits: Sequence[Split], most: int) -> Iterator[tuple[_Box, int]]:
+    """Yield boxes of at most ``most`` elements of all ranks, in the order of the shards, and their elements.
+
+    They follow from the shapes alone: ranks may have other strides.
+    """
+    for i, split in enumerate(splits):
+        lead = split.shape[: split.dim] or (1,)
+        if not split.row or 0 in lead:
+            continue
+        # The outermost dim whose index has few enough elements; all dims before it are walked one by one.
+        inner = [math.prod(lead[d + 1 :]) * split.row for d in range(len(lead))]
+        depth = next((d for d, elements in enumerate(inner) if elements <= most), len(lead) - 1)
+        rows = max(most // inner[depth], 1)
+        cuts = -(-split.row // most) if inner[depth] > most else 1  # one row is too much: its columns are cut
+        for index in itertools.product(*map(range, lead[:depth])):
+            for first in range(0, lead[depth], rows):
+                size = (*(1 for _ in index), min(rows, lead[depth] - first), *lead[depth + 1 :])
+                start = (*index, first, *(0 for _ in lead[depth + 1 :]))
+                for cut in range(cuts):
+                    edges = [(n * cut // cuts, n * (cut + 1) // cuts) for n in split.lengths or ()]
+                    columns = tuple([(low, high - low) for low, high in edges])
+                    yield _Box(i, start, size, columns), math.prod(size) * sum(n for _, n in columns)
+
+
+@lru_cache(maxsize=4096)
+def row_stride(shape: Ints, stride: Ints, dim: int) -> int | None:
+    """Return the stride that walks the dims from ``dim`` on, merged; None if no single one does."""
+    sizes, steps = coalesce(shape[dim:], stride[dim:])
+    if 0 in shape or sizes == (1,):
+        return 1
+    return steps[0] if len(steps) == 1 else None
+
+
+def _blocks(splits: Sequence[Split], boxes: Sequence[_Box], order: Sequence[int], itemsize: int) -> tuple[Block, ...]:
+    """Return the blocks of a chunk's boxes, for a wire that has the ranks in this order."""
+    blocks, wire = [], 0
+    for rank in order:
+        for box in boxes:
+            split, (column, count) = splits[box.tensor], box.columns[rank]
+            inner_stride = row_stride(split.shape, split.stride, split.dim)
+            assert inner_stride is not None
+            outer = split.stride[: split.dim] or (0,)
+            offset = sum(index * step for index, step in zip(box.start, outer, strict=True))
+            offset += (sum((split.lengths or ())[:rank]) + column) * inner_stride
+            size = (*box.size, count)
+            blocks.append(Block(box.tensor, size, (*outer, inner_stride), offset, wire, contiguous_stride(size)))
+            wire += math.prod(size) * itemsize
+    return _merged(blocks, itemsize)
+
+
+def _merged(blocks: Sequence[Block], itemsize: int) -> tuple[Block, ...]:
+    """Join neighbouring blocks of one size, at equal distances in a tensor and in the wire, to one of one dim more."""
+    runs: list[tuple[Block, int, Ints]] = []  # first block, number of blocks, distances
+    for block in blocks:
+        if 0 in block.size:
+            continue
+        if runs:
+            first, count, apart = runs[-1]
+            steps = apart if count > 1 else (block.offset - first.offset, block.wire - first.wire)
+            place = first.offset + count * steps[0], first.wire + count * steps[1]
+            is_next = place == (block.offset, block.wire) and steps[0] >= 0 and steps[1] % itemsize == 0
+            if first[:3] == block[:3] and is_next:
+                runs[-1] = first, count + 1, steps
+                continue
+        runs.append((block, 1, (0, 0)))
+    return tuple([
+        first if count == 1 else first._replace(
+            size=(count, *first.size), stride=(apart[0], *first.stride),
+            wire_stride=(apart[1] // itemsize, *first.wire_stride),
+        )
+        for first, count, apart in runs
+    ])  # fmt: skip
