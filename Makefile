@@ -148,6 +148,7 @@ dist: $(READY)  ## builds wheel and source distribution in dist/
 	$(PY) -m pytest tests/test_packaging.py -q
 
 check: $(READY)  ## runs ruff and basedpyright
+	$(PY) tools/names.py
 	$(PY) -m ruff check --no-cache .
 	$(PY) -m ruff format --no-cache --check .
 	$(PY) -m basedpyright

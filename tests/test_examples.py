@@ -57,6 +57,10 @@ def test_example_trains(path: Path) -> None:
     check_losses(run(path))
 
 
+def test_an_exchange_of_ones_own_trains() -> None:
+    check_losses(run(ROOT / "examples" / "own_exchange.py"))
+
+
 @pytest.mark.slow
 def test_megatron_trains_with_sequence_parallelism() -> None:
     check_losses(run(ROOT / "examples" / "megatron_patched.py", "--sequence-parallel"))

@@ -23,7 +23,7 @@ from tritoncomm_kernels import launch
 import tritoncomm
 from tritoncomm import ParallelMode, groups
 from tritoncomm.core import heads
-from tritoncomm.core.heads import HeadShare, Layout, split_heads
+from tritoncomm.core.heads import HeadLayout, HeadShare, split_heads
 from tritoncomm.ulysses import UlyssesAttention, exchange_for, to_heads, to_sequence
 
 HEADS = [(8, 8), (8, 4), (8, 2), (8, 1), (6, 6), (6, 3), (5, 5), (12, 6), (14, 7), (12, 3), (6, 2)]
@@ -171,7 +171,7 @@ def test_bits_and_counters(group: ProcessGroup) -> None:
     for heads_ in ((8, 4), (8, 1), (5, 5), (12, 3)):
         for sizes in ((3,) * world, (2, 4, 1, 3)[:world]):
             q, kv = split_heads(*heads_, world)
-            layout = Layout(1, (q, kv, kv), sizes)
+            layout = HeadLayout(1, (q, kv, kv), sizes)
             made = torch.Generator().manual_seed(2)
             shapes = [(2, sum(sizes), n, 3) for n in (heads_[0], heads_[1], heads_[1])]
             full = [torch.randint(-(2**31), 2**31, shape, generator=made).int() for shape in shapes]
@@ -202,7 +202,7 @@ def test_bits_and_counters(group: ProcessGroup) -> None:
                 assert torch.equal(back[2], xs[2])
             if heads_ != (5, 5):
                 continue
-            one = Layout(1, (q,), sizes)
+            one = HeadLayout(1, (q,), sizes)
             results = []
             for path in ("torch", "triton"):
                 with tritoncomm.path(path):
@@ -260,7 +260,7 @@ def test_one_launch_each_way(group: ProcessGroup) -> None:
         assert {p for _, p in record} == {"triton"}
     x = torch.randn(2, 3, 8, 4, 2, generator=made)
     lazy = [torch.view_as_complex(x)[:, :, ::2].conj() for _ in range(2)]
-    exchange = Layout(1, (split_heads(4, 4, world)[0],) * 2, (3,) * world)
+    exchange = HeadLayout(1, (split_heads(4, 4, world)[0],) * 2, (3,) * world)
     for path in ("torch", "triton"):
         with tritoncomm.path(path):
             there = heads.to_heads(lazy, exchange, group, "lazy")

@@ -17,19 +17,19 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tritoncomm.core import compiled, eager, heads
 from tritoncomm.core.autograd import direct
-from tritoncomm.core.heads import HEAD_DIM, HeadShare, Layout, split_heads
+from tritoncomm.core.heads import HEAD_DIM, HeadLayout, HeadShare, split_heads
 from tritoncomm.core.plan import Ints, check_split_sizes, located, normalize_sizes
 from tritoncomm.core.validation import check_kind
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.groups import GroupLike, resolve_sequence
 
-__all__ = ["Exchange", "UlyssesAttention", "autocast", "exchange_for", "to_heads", "to_sequence"]
+__all__ = ["AttentionExchange", "UlyssesAttention", "autocast", "exchange_for", "to_heads", "to_sequence"]
 
 # (call of the forward, call of the backward).
 _TO_HEADS, _TO_SEQUENCE = (heads.to_heads, heads.to_sequence), (heads.to_sequence, heads.to_heads)
 
 
-class Exchange(NamedTuple):
+class AttentionExchange(NamedTuple):
     """Splits of the two exchanges of one attention; ``plan_exchange`` makes it.
 
     Attributes:
@@ -38,14 +38,14 @@ class Exchange(NamedTuple):
         names: function names under which the calls are counted, in forward and in backward.
     """
 
-    qkv: Layout
-    out: Layout
+    qkv: HeadLayout
+    out: HeadLayout
     names: tuple[str, str]
 
 
 def plan_exchange(
     query: Ints, key: Ints, value: Ints, world: int, rank: int, seq_dim: int, seq_sizes: Ints | None, name: str
-) -> Exchange:
+) -> AttentionExchange:
     """Return the splits of the exchanges of an attention.
 
     Args:
@@ -65,7 +65,9 @@ def plan_exchange(
     if sizes[rank] != query[seq_dim]:
         raise ShapeError(f"sequence sizes {list(sizes)}: this rank holds {query[seq_dim]} positions")
     q, kv = split_heads(query[HEAD_DIM], key[HEAD_DIM], world)
-    return Exchange(Layout(seq_dim, (q, kv, kv), sizes), Layout(seq_dim, (q,), sizes), (name, f"{name}.backward"))
+    return AttentionExchange(
+        HeadLayout(seq_dim, (q, kv, kv), sizes), HeadLayout(seq_dim, (q,), sizes), (name, f"{name}.backward")
+    )
 
 
 _cached_plan = lru_cache(maxsize=1024)(plan_exchange)
@@ -73,7 +75,7 @@ _cached_plan = lru_cache(maxsize=1024)(plan_exchange)
 
 def exchange_for(
     query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, seq_dim: int, seq_sizes: Ints | None, name: str
-) -> Exchange:
+) -> AttentionExchange:
     """Return the cached result of ``plan_exchange`` for this rank's tensors.
 
     Under torch.compile, which traces through a cache, a new one is made.
@@ -108,9 +110,14 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, forward_call: Any, backward_call: Any, layout: Layout, group: ProcessGroup, names: tuple[str, str],
+        ctx: Any,
+        forward_call: Any,
+        backward_call: Any,
+        layout: HeadLayout,
+        group: ProcessGroup,
+        names: tuple[str, str],
         *tensors: Tensor,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         # The calls are ``heads.to_heads`` and ``heads.to_sequence``, in either order. A backward whose gradient is
         # differentiated again runs this function with both swapped.
         ctx.calls, ctx.layout, ctx.group, ctx.names = (backward_call, forward_call), layout, group, (names[1], names[1])
@@ -133,7 +140,7 @@ class _FusedToHeads(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, layout: Layout, group: ProcessGroup, names: tuple[str, str], qkv: Tensor) -> Any:
+    def forward(ctx: Any, layout: HeadLayout, group: ProcessGroup, names: tuple[str, str], qkv: Tensor) -> Any:
         ctx.layout, ctx.group, ctx.names, ctx.shape = layout, group, names, qkv.shape
         return tuple(heads.to_heads(qkv.unbind(HEAD_DIM), layout, group, names[0]))
 
@@ -162,7 +169,7 @@ class _Flat(torch.autograd.Function):
 
 
 def to_heads(
-    tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, names: tuple[str, str]
+    tensors: Sequence[Tensor], layout: HeadLayout, group: ProcessGroup, names: tuple[str, str]
 ) -> Sequence[Tensor]:
     """Forward: all-to-all to the heads of this rank. Backward: all-to-all to its positions, shared heads summed.
 
@@ -187,7 +194,7 @@ def to_heads(
 
 
 def _by_dtype(
-    tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, names: tuple[str, str]
+    tensors: Sequence[Tensor], layout: HeadLayout, group: ProcessGroup, names: tuple[str, str]
 ) -> Sequence[Tensor]:
     """Compute ``to_heads`` of tensors of several dtypes, one dtype at a time."""
     results = list(tensors)
@@ -200,12 +207,12 @@ def _by_dtype(
 
 
 @lru_cache(maxsize=1024)
-def _part_of(layout: Layout, chosen: Ints) -> Layout:
+def _part_of(layout: HeadLayout, chosen: Ints) -> HeadLayout:
     """Return the layout of some tensors of an exchange. Cached, because plans are looked up by identity."""
-    return Layout(layout.seq_dim, tuple([layout.shares[i] for i in chosen]), layout.seq_sizes)
+    return HeadLayout(layout.seq_dim, tuple([layout.shares[i] for i in chosen]), layout.seq_sizes)
 
 
-def to_sequence(out: Tensor, layout: Layout, group: ProcessGroup, names: tuple[str, str]) -> Tensor:
+def to_sequence(out: Tensor, layout: HeadLayout, group: ProcessGroup, names: tuple[str, str]) -> Tensor:
     """Forward: all-to-all to the positions of this rank. Backward: all-to-all to its heads.
 
     Shape: ``[b, S, h, d] -> [b, s, H, d]``.
@@ -218,7 +225,7 @@ def to_sequence(out: Tensor, layout: Layout, group: ProcessGroup, names: tuple[s
     return heads.to_sequence((out,), layout, group, names[0])[0]
 
 
-def _counts(layout: Layout, batch: int, width: int, rank: int, widths: Sequence[int]) -> tuple[Ints, Ints]:
+def _counts(layout: HeadLayout, batch: int, width: int, rank: int, widths: Sequence[int]) -> tuple[Ints, Ints]:
     """Return the elements of each block: this rank's positions of all heads, all positions of this rank's heads.
 
     ``width`` and ``widths`` are elements per token of this rank's heads, and of every rank's.
@@ -228,7 +235,7 @@ def _counts(layout: Layout, batch: int, width: int, rank: int, widths: Sequence[
 
 
 def _traced_to_heads(
-    tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, names: tuple[str, str]
+    tensors: Sequence[Tensor], layout: HeadLayout, group: ProcessGroup, names: tuple[str, str]
 ) -> Sequence[Tensor]:
     """Compute ``to_heads`` by plain operators around one functional collective, for torch.compile to trace."""
     rank, world, batch = group.rank(), group.size(), tensors[0].shape[1 - layout.seq_dim]
@@ -267,7 +274,7 @@ def _heads_of(x: Tensor, share: HeadShare, w: int) -> Tensor:
     return x.narrow(HEAD_DIM, share.starts[w], share.sizes[w])
 
 
-def _traced_to_sequence(out: Tensor, layout: Layout, group: ProcessGroup, names: tuple[str, str]) -> Tensor:
+def _traced_to_sequence(out: Tensor, layout: HeadLayout, group: ProcessGroup, names: tuple[str, str]) -> Tensor:
     """Compute ``to_sequence`` by plain operators around one functional collective, for torch.compile to trace."""
     rank, (share,), head_dim = group.rank(), layout.shares, out.shape[3]
     batch, size = out.shape[1 - layout.seq_dim], layout.seq_sizes[rank]

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bench import report
 from tritoncomm.bench import by_hand, ranks
-from tritoncomm.bench.exchanges import EXCHANGES, Exchange, Place
+from tritoncomm.bench.exchanges import EXCHANGES, Place, TimedExchange
 from tritoncomm.bench.run import content
 from tritoncomm.bench.settings import SIZES, Settings, chosen, matches
 from tritoncomm.cli.bench import cells, summary
@@ -30,7 +30,7 @@ def place_of(group: ProcessGroup, on_gpu: bool = False) -> Place:
     return Place(group, DeviceMesh.from_group(group, "cpu"), torch.device("cpu"), on_gpu, torch.bfloat16, 64)
 
 
-def exchange(name: str) -> Exchange:
+def exchange(name: str) -> TimedExchange:
     (found,) = (one for one in EXCHANGES if one.name == name)
     return found
 

@@ -244,7 +244,7 @@ SILENT = {  # public names that no other rank has to call
     "mappings.copy_to_tensor_model_parallel_region": "its forward returns its input; its backward is a row",
     "mappings._CopyToModelParallelRegion": "the class of that",
     "mappings.overwrite_inputs": "a switch of this thread",
-    "ulysses.Exchange": "a tuple",
+    "ulysses.AttentionExchange": "a tuple",
     "ulysses.autocast": "casts, and sends nothing",
     "ulysses.exchange_for": "plans, and sends nothing",
     "reshard.Layout": "a description",

@@ -22,7 +22,7 @@ from tritoncomm.bench import by_hand
 from tritoncomm.p2p import P2PCommunicator
 from tritoncomm.ulysses import UlyssesAttention
 
-__all__ = ["EXCHANGES", "MIB", "Calls", "Exchange", "Place"]
+__all__ = ["EXCHANGES", "MIB", "Calls", "Place", "TimedExchange"]
 
 MIB = 2**20
 Results = Sequence[Tensor]
@@ -58,7 +58,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class TimedExchange:
     """One exchange.
 
     Attributes:
@@ -275,12 +275,12 @@ _mappings: Mapping[str, MappingPeers] = {
 
 # The most telling ones come first: a run that is out of time leaves out the last ones.
 EXCHANGES = (
-    *(Exchange(name, mapping.calls) for name, mapping in list(_mappings.items())[:4]),
-    Exchange("Ulysses q, k, v, output", ulysses),
-    Exchange("reduce_scatter fp32, bf16 wire", reduce_scatter_over_wire),
-    Exchange("all_reduce fp32, bf16 wire", all_reduce_over_wire),
-    Exchange("hop forward", lambda place, nbytes: hop(place, nbytes, both_ways=False)),
-    Exchange("hop both ways", lambda place, nbytes: hop(place, nbytes, both_ways=True)),
-    Exchange("hop forward, strided", lambda place, nbytes: hop(place, nbytes, both_ways=False, is_strided=True)),
-    *(Exchange(name, mapping.calls) for name, mapping in list(_mappings.items())[4:]),
+    *(TimedExchange(name, mapping.calls) for name, mapping in list(_mappings.items())[:4]),
+    TimedExchange("Ulysses q, k, v, output", ulysses),
+    TimedExchange("reduce_scatter fp32, bf16 wire", reduce_scatter_over_wire),
+    TimedExchange("all_reduce fp32, bf16 wire", all_reduce_over_wire),
+    TimedExchange("hop forward", lambda place, nbytes: hop(place, nbytes, both_ways=False)),
+    TimedExchange("hop both ways", lambda place, nbytes: hop(place, nbytes, both_ways=True)),
+    TimedExchange("hop forward, strided", lambda place, nbytes: hop(place, nbytes, both_ways=False, is_strided=True)),
+    *(TimedExchange(name, mapping.calls) for name, mapping in list(_mappings.items())[4:]),
 )

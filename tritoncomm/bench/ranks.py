@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritoncomm import runtime
-from tritoncomm.bench.exchanges import MIB, Calls, Exchange, Place
+from tritoncomm.bench.exchanges import MIB, Calls, Place, TimedExchange
 from tritoncomm.bench.samples import figures, quantile
 from tritoncomm.bench.settings import Settings, chosen
 from tritoncomm.groups import ParallelMode, get_group
@@ -59,7 +59,7 @@ def _place(settings: Settings, world: int) -> Place:
     return Place(group, mesh, device, settings.on_gpu(), settings.torch_dtype, hidden)
 
 
-def _measured(exchange: Exchange, mib: float, label: str, place: Place, seconds: float) -> Iterator[Row]:
+def _measured(exchange: TimedExchange, mib: float, label: str, place: Place, seconds: float) -> Iterator[Row]:
     """Yield the rows of one exchange: eager, and captured on a GPU."""
     try:
         calls = exchange.calls(place, int(mib * MIB))

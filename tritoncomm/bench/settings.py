@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tritoncomm import launchers
-from tritoncomm.bench.exchanges import EXCHANGES, Exchange
+from tritoncomm.bench.exchanges import EXCHANGES, TimedExchange
 from tritoncomm.errors import ArgumentError
 from tritoncomm.parsing import counted
 
@@ -68,7 +68,7 @@ class Settings:
                 f"{self.ranks} ranks need a GPU each, and there are {gpus}; --device cpu runs over Gloo"
             )
 
-    def _names(self, exchange: Exchange) -> bool:
+    def _names(self, exchange: TimedExchange) -> bool:
         return not self.only or any(matches(words, exchange.name) for words in self.only)
 
     def on_gpu(self) -> bool:
@@ -90,7 +90,7 @@ class Settings:
         return getattr(torch, self.dtype)
 
 
-def chosen(settings: Settings) -> Iterator[tuple[Exchange, float]]:
+def chosen(settings: Settings) -> Iterator[tuple[TimedExchange, float]]:
     """Yield exchanges with their MiB, all exchanges of one size before those of the next."""
     for mib in settings.sizes or SIZES["cuda" if settings.on_gpu() else "cpu"]:
         for exchange in EXCHANGES:

@@ -12,10 +12,10 @@ from tritoncomm.core.passes import Pass
 from tritoncomm.core.plan import Ints
 from tritoncomm.record import CopyPath, Span
 
-__all__ = ["Exchange", "Flight"]
+__all__ = ["Exchange", "StartedExchange"]
 
 
-class Flight(NamedTuple):
+class StartedExchange(NamedTuple):
     """An exchange in flight.
 
     Attributes:
@@ -78,7 +78,7 @@ class Exchange(NamedTuple):
         name: str,
         received: Tensor | None = None,
         asynchronous: bool = True,
-    ) -> Flight:
+    ) -> StartedExchange:
         """Pack the tensors and start the all-to-all; the caller waits for its work and unpacks.
 
         Args:
@@ -91,4 +91,4 @@ class Exchange(NamedTuple):
             received = empty(wire, shape, contiguous_stride(shape), wire.dtype)
         out = received if self.unpack is not None else received.view(-1)
         work = backend.all_to_all(out, wire, self.recv_counts, self.send_counts, group, name, asynchronous)
-        return Flight(received, work, wire, path, copied)
+        return StartedExchange(received, work, wire, path, copied)

@@ -31,8 +31,8 @@ from tritoncomm.record import Span
 
 __all__ = [
     "HEAD_DIM",
+    "HeadLayout",
     "HeadShare",
-    "Layout",
     "split_heads",
     "to_heads",
     "to_sequence",
@@ -62,7 +62,7 @@ class HeadShare(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class HeadLayout:
     """Split of the tensors of an exchange, ``[batch, sequence, heads, head_dim]`` or sequence first, over all ranks.
 
     Layouts are compared by identity, because every call looks its plan up by one: keep one per kind of call.
@@ -202,7 +202,7 @@ def _by_positions(
 
 @lru_cache(maxsize=4096)
 def heads_plan(
-    shapes: tuple[Ints, ...], strides: tuple[Ints, ...], layout: Layout, rank: int, dtype: torch.dtype
+    shapes: tuple[Ints, ...], strides: tuple[Ints, ...], layout: HeadLayout, rank: int, dtype: torch.dtype
 ) -> ToHeads:
     """Plan the exchange from this rank's positions of all heads to all positions of its heads."""
     seq_dim, shares, seq_sizes = layout.seq_dim, layout.shares, layout.seq_sizes
@@ -230,7 +230,7 @@ def heads_plan(
 
 @lru_cache(maxsize=4096)
 def sequence_plan(
-    shapes: tuple[Ints, ...], strides: tuple[Ints, ...], layout: Layout, rank: int, dtype: torch.dtype,
+    shapes: tuple[Ints, ...], strides: tuple[Ints, ...], layout: HeadLayout, rank: int, dtype: torch.dtype,
     out_strides: tuple[Ints, ...],
 ) -> Exchange:  # fmt: skip
     """Plan the exchange from all positions of this rank's heads to its positions of all heads.
@@ -270,7 +270,7 @@ def _check(shapes: tuple[Ints, ...], heads: list[int], positions: int, seq_dim: 
                              f"in dim 2, and the batch of the other tensors")  # fmt: skip
 
 
-def to_heads(tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, name: str) -> Sequence[Tensor]:
+def to_heads(tensors: Sequence[Tensor], layout: HeadLayout, group: ProcessGroup, name: str) -> Sequence[Tensor]:
     """Exchange this rank's positions of all heads, ``[b, s, H, d]`` or sequence first, for all positions of its heads.
 
     Returns for each tensor ``[b, sum(seq_sizes), H of this rank, d]``; several are disjoint slices of one buffer.
@@ -292,7 +292,7 @@ def to_heads(tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, nam
 
 
 def to_sequence(
-    tensors: Sequence[Tensor], layout: Layout, group: ProcessGroup, name: str, outs: Sequence[Tensor] | None = None
+    tensors: Sequence[Tensor], layout: HeadLayout, group: ProcessGroup, name: str, outs: Sequence[Tensor] | None = None
 ) -> Sequence[Tensor]:
     """Exchange all positions of this rank's heads for its positions of all heads: the adjoint of ``to_heads``.
 

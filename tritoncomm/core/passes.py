@@ -23,7 +23,7 @@ from tritoncomm.core.ops import has_lazy, path_for, reduce
 from tritoncomm.core.plan import Ints
 from tritoncomm.record import CopyPath
 
-__all__ = ["Pass", "Passed", "TablePass", "Target", "takes_kernel", "whole_tensors"]
+__all__ = ["Pass", "Passed", "TablePass", "WrittenBox", "takes_kernel", "whole_tensors"]
 
 _IN_ORDER = 4  # number of parts that torch.sum adds in order; of more parts it sums some first
 _ARITHMETIC = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -43,7 +43,7 @@ class Passed(NamedTuple):
     copied: int
 
 
-class Target(NamedTuple):
+class WrittenBox(NamedTuple):
     """A box of a tensor, and its parts of the wire, which are summed if there are several.
 
     Attributes:
@@ -123,7 +123,7 @@ class Pass:
         return 1 if block.tensor == PADDING else self.dtypes[block.tensor].itemsize
 
     @cached_property
-    def targets(self) -> list[Target]:
+    def targets(self) -> list[WrittenBox]:
         """What an unpack by torch writes, box by box."""
         targets: dict[Block, list[Block]] = {}
         stacks: dict[Block, Block] = {}
@@ -139,7 +139,7 @@ class Pass:
             if 1 < count <= _IN_ORDER:
                 stacks[parts[0]._replace(wire=0, wire_stride=())] = block
         return [
-            Target(
+            WrittenBox(
                 target,
                 tuple(parts),
                 stacks[target] if target in stacks and len(parts) == stacks[target].size[0] else None,

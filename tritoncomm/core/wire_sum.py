@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from tritoncomm.core import backend, ops
 from tritoncomm.core.autograd import outside_graphs
 from tritoncomm.core.call import enter
-from tritoncomm.core.exchange import Flight
+from tritoncomm.core.exchange import StartedExchange
 from tritoncomm.core.memory import empty, extent_of, share_elements
 from tritoncomm.core.node_exchange import Nodes, chosen, nodes_of
 from tritoncomm.core.plan import Ints, check_split_sizes, chunk_sizes, located, resized, split_evenly
@@ -332,16 +332,22 @@ def sum_shards(
 
 def _start(
     chunk: Chunk, tensors: Sequence[Tensor], group: ProcessGroup, name: str, scratch: Tensor | None, asynchronous: bool
-) -> Flight:
+) -> StartedExchange:
     """Start the exchange of a chunk, in the node if there are two levels. Over one rank the wire has arrived."""
     if group.size() > 1:
         return chunk.levels[0].start(tensors, group, name, scratch, asynchronous)
     wire, path, copied = chunk.levels[0].pack.pack(tensors)
-    return Flight(wire, None, wire, path, copied)
+    return StartedExchange(wire, None, wire, path, copied)
 
 
 def _finish(
-    chunk: Chunk, flight: Flight, out: Tensor, group: ProcessGroup, name: str, scale: float | None, accumulate: bool
+    chunk: Chunk,
+    flight: StartedExchange,
+    out: Tensor,
+    group: ProcessGroup,
+    name: str,
+    scale: float | None,
+    accumulate: bool,
 ) -> int:
     """Wait for a chunk and sum it into ``out``; with two levels the node's sum crosses first. Return bytes copied."""
     copied = 0
@@ -355,7 +361,9 @@ def _finish(
     return copied + last.unpack(flight.received, [out.narrow(0, chunk.start, chunk.size)], scale, accumulate).copied
 
 
-def _cross(chunk: Chunk, flight: Flight, group: ProcessGroup, name: str, asynchronous: bool) -> Flight:
+def _cross(
+    chunk: Chunk, flight: StartedExchange, group: ProcessGroup, name: str, asynchronous: bool
+) -> StartedExchange:
     """Wait for the exchange in the node, sum, and start the exchange of the nodes' sums."""
     inner, outer = chunk.levels[0], chunk.levels[-1]
     if flight.work is not None:

@@ -28,6 +28,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "reshard": ("plan",),
     "to_heads": ("layout",),
     "to_sequence": ("layout",),
+    "exchange": ("direction",),
     "hop": ("send", "receive", "transfers"),
 }
 """Names of the arguments of every kind of call."""

@@ -14,11 +14,11 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from tritoncomm import ulysses
-from tritoncomm.core.heads import HEAD_DIM, HeadShare, Layout, split_heads
+from tritoncomm.core.heads import HEAD_DIM, HeadLayout, HeadShare, split_heads
 from tritoncomm.core.plan import Ints, located, split_evenly
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.mappings import all_to_all_dims
-from tritoncomm.ulysses import Exchange
+from tritoncomm.ulysses import AttentionExchange
 
 __all__ = ["DistributedAttention", "_SeqAllToAll"]
 
@@ -103,7 +103,7 @@ class DistributedAttention(nn.Module):
             ).flatten(2)
         return ulysses.to_sequence(out, exchange.out, group, exchange.names)
 
-    def _exchange(self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int, name: str) -> Exchange:
+    def _exchange(self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int, name: str) -> AttentionExchange:
         """Return the plan of this call; an own ``num_kv_heads`` decides the split, else the key tensor does."""
         _check_batch_dim(batch_dim_idx, name)
         # The sequence is in the other one of the dims 0 and 1; None: every rank has as many positions.
@@ -119,7 +119,7 @@ class DistributedAttention(nn.Module):
 
 
 @lru_cache(maxsize=256)
-def _followed(exchange: Exchange, q_heads: int, k_heads: int, kv_heads: int) -> Exchange:
+def _followed(exchange: AttentionExchange, q_heads: int, k_heads: int, kv_heads: int) -> AttentionExchange:
     """Return the exchange with heads split as ``kv_heads`` groups are."""
     sizes = exchange.qkv.seq_sizes
     q, groups = split_heads(q_heads, kv_heads, len(sizes))
@@ -127,7 +127,7 @@ def _followed(exchange: Exchange, q_heads: int, k_heads: int, kv_heads: int) -> 
     per = k_heads // kv_heads
     k = HeadShare(tuple([per * n for n in groups.starts]), tuple([per * n for n in groups.sizes]), k_heads)
     seq_dim = exchange.qkv.seq_dim
-    return Exchange(Layout(seq_dim, (q, k, k), sizes), Layout(seq_dim, (q,), sizes), exchange.names)
+    return AttentionExchange(HeadLayout(seq_dim, (q, k, k), sizes), HeadLayout(seq_dim, (q,), sizes), exchange.names)
 
 
 class _SeqAllToAll:
@@ -185,7 +185,7 @@ def _uneven(x: Tensor, to_heads: bool, seq_dim: int, kv_heads: int, group: Proce
 @lru_cache(maxsize=1024)
 def _uneven_layout(
     shape: Ints, to_heads: bool, seq_dim: int, kv_heads: int, world: int, rank: int
-) -> tuple[Layout, Ints | None]:
+) -> tuple[HeadLayout, Ints | None]:
     """Return the layout of one tensor, and its heads and head_dim where they are one dim."""
     if kv_heads < world:
         raise ShapeError(
@@ -205,7 +205,7 @@ def _uneven_layout(
         columns = (own, shape[HEAD_DIM] // own) if len(shape) == 3 else None
         per = 1 if columns else shape[HEAD_DIM] // own
     share = HeadShare(tuple([per * n for n in groups.starts]), tuple([per * n for n in groups.sizes]), per * kv_heads)
-    return Layout(seq_dim, (share,), (positions,) * world), columns
+    return HeadLayout(seq_dim, (share,), (positions,) * world), columns
 
 
 def _refuse_overlap(name: str, argument: str, value: Any) -> None:

@@ -1,0 +1,127 @@
+"""Passes over blocks and exchanges: every way of a pass gives the bits of a copy element by element."""
+
+import itertools
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from bits import bits, random_bits
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tritoncomm.core import blocks, ops, passes
+from tritoncomm.core.blocks import Block
+from tritoncomm.core.exchange import Exchange
+from tritoncomm.core.memory import contiguous_stride
+from tritoncomm.core.passes import Pass
+from tritoncomm.record import Span
+
+PATHS = ("torch", "triton")
+LAYOUTS: dict[str, Any] = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.transpose(0, 2).contiguous().transpose(0, 2),
+    "sliced": lambda x: torch.cat([x, x], 2)[..., : x.shape[2]],
+    "negative": lambda x: torch._neg_view(-x),
+}
+
+
+def shards(x: Tensor, dim: int, world: int) -> Pass:
+    """Every rank's shard of a dim, one block for all ranks."""
+    n, size = x.shape[dim] // world, list(x.shape)
+    size[dim] = n
+    block = Block(0, (world, *size), (n * x.stride(dim), *x.stride()), 0, 0, contiguous_stride((world, *size)))
+    return Pass([block], [x.dtype], x.numel())
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("most", [8192, 2], ids=["table", "too long a table"])
+def test_pack_and_unpack_are_chunks(layout: str, path: str, most: int) -> None:
+    x = LAYOUTS[layout](random_bits((4, 6, 8), torch.float32).nan_to_num())
+    for dim, world in itertools.product(range(3), (1, 2)):
+        over = shards(x, dim, world)
+        with mock.patch.object(blocks, "MOST_SEGMENTS", most), ops.path(path):
+            wire, taken, copied = over.pack([x])
+            expected = torch.cat([chunk.reshape(-1) for chunk in x.chunk(world, dim)])
+            assert torch.equal(bits(wire), bits(expected.resolve_neg())), (dim, world)
+            assert copied == (0 if taken == "view" else 2 * x.nbytes)
+            if layout == "negative":
+                assert taken == "torch", "a kernel would read its memory"
+            back = torch.empty_strided(x.shape, x.stride()).fill_(math.nan)
+            over.unpack(wire, [back])
+            assert torch.equal(bits(back), bits(x.resolve_neg())), (dim, world)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.complex64], ids=str)
+def test_sums_are_in_order_with_one_rounding(dtype: torch.dtype, path: str) -> None:
+    """Parts in one block, at distances of their own, or both; up to more than torch.sum adds in order."""
+    made = torch.Generator().manual_seed(0)
+    for count, kind in itertools.product((1, 2, 4, 5, 9), ("one block", "blocks", "both")):
+        parts = torch.randint(-99, 99, (count, 3, 7), generator=made).to(dtype)
+        parts = parts / 7 if dtype.is_floating_point else parts
+        first = {"one block": count, "blocks": 0, "both": count // 2}[kind]
+        listed = [Block(0, (first, 3, 7), (0, 14, 1), 2, 0, (21, 7, 1))] if first else []
+        listed += [Block(0, (1, 3, 7), (0, 14, 1), 2, i * 21 * dtype.itemsize, (21, 7, 1)) for i in range(first, count)]
+        out = torch.full((3, 14), 5).to(dtype)
+        wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+        total = parts[0].to(wide)
+        for part in parts[1:]:
+            total = total + part.to(wide)
+        with ops.path(path):
+            Pass(listed, [dtype], parts.numel(), sums=True).unpack(parts.flatten(), [out])
+        assert torch.equal(out[:, 2:9], total.to(dtype)), (count, kind)
+        assert (out[:, :2] == 5).all()
+        assert (out[:, 9:] == 5).all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_casts_and_scales_round_once(path: str) -> None:
+    x = torch.randn(4, 6, dtype=torch.float64)
+    for dtype, scale in itertools.product((torch.float32, torch.bfloat16), (None, 0.3)):
+        block = Block(0, (2, 4, 3), (3, 6, 1), 0, 0, (12, 3, 1))
+        over = Pass([block], [dtype], 24)
+        with ops.path(path):
+            wire = over.pack([x], scale=scale).wire
+        value = x if scale is None else x * scale
+        value = value.float() if dtype is torch.bfloat16 else value
+        assert torch.equal(wire, torch.cat([half.flatten() for half in value.chunk(2, 1)]).to(dtype))
+        back = torch.ones_like(x)
+        with ops.path(path):
+            over.unpack(wire, [back], scale=scale, accumulate=True)
+        wide = torch.cat(wire.double().view(2, 4, 3).unbind(), 1)
+        assert torch.equal(back, 1 + (wide if scale is None else wide * scale))
+
+
+def test_which_blocks_one_cat_joins() -> None:
+    side_by_side = [Block(i, (2, 3, n), (9, 3, 1), 0, 4 * at, (24, 8, 1)) for i, (n, at) in enumerate([(5, 0), (3, 5)])]
+    assert Pass(side_by_side, [torch.float32] * 2, 48).joined == ((2, 3, 8), 2)
+    assert Pass(side_by_side[::-1], [torch.float32] * 2, 48).joined is None
+    assert Pass([side_by_side[0], side_by_side[1]._replace(wire=24)], [torch.float32] * 2, 48).joined is None
+    assert Pass(side_by_side, [torch.float32] * 2, 49).joined is None
+    assert Pass(side_by_side[:1], [torch.float32], 30).joined is None
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_an_exchange_of_new_sizes_in_every_call(group: ProcessGroup) -> None:
+    """Counts that are new each time are a value of the call: no cache has them."""
+    world, rank = group.size(), group.rank()
+    entries = passes.whole_tensors.cache_info().currsize
+    for turn in range(4):
+        rows = [[(a + 2 * b + turn) % 3 for b in range(world)] for a in range(world)]
+        sent, received = rows[rank], [rows[w][rank] for w in range(world)]
+        x = torch.arange(sum(sent) * 2.0).view(-1, 2) + 100 * rank
+        pack = Pass([Block(0, x.shape, x.stride(), 0, 0, (2, 1))], [x.dtype], x.numel())
+        counts = (tuple(2 * n for n in side) for side in (sent, received))
+        exchange = Exchange(pack, None, [(sum(received), 2)], *counts, 8 * (sum(sent) - sent[rank]))
+        (out,) = exchange.run([x], group, Span("test"))
+        starts = [[sum(row[:b]) for b in range(world)] for row in rows]
+        expected = [
+            torch.arange(sum(rows[w]) * 2.0).view(-1, 2)[starts[w][rank] :][: rows[w][rank]] + 100 * w
+            for w in range(world)
+        ]
+        assert torch.equal(out, torch.cat(expected))
+        assert out._base is None
+    assert passes.whole_tensors.cache_info().currsize == entries
