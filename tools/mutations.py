@@ -169,6 +169,16 @@ MUTATIONS = (
         "        if over is None:\n", "        if over == 0:\n", "tests/integrations/test_transformers.py",
     ),
     Mutation(
+        "tables read the memory of tensors with lazy bits", "tritoncomm/core/ops.py",
+        "        if x.is_neg() or x.is_conj():\n            return True\n",
+        "        if x.is_neg() and x.is_conj():\n            return True\n",
+        "tests/core/test_exchange.py",
+    ),
+    Mutation(
+        "the even call is chosen between nodes", "tritoncomm/core/wire_chunks.py",
+        "nodes.across(of_nodes), nodes.across([own] * nodes.count),", "(), (),", "tests/test_wire_sum.py",
+    ),
+    Mutation(
         "a query head meets another kv head", "tritoncomm/core/heads.py",
         "starts = tuple([head for head, count in enumerate(ranks) for _ in range(count)])",
         "starts = tuple([kv_heads - 1 - head for head, count in enumerate(ranks) for _ in range(count)])",
