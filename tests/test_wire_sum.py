@@ -287,6 +287,24 @@ def test_what_lies_in_order_is_not_packed(pool: Pool) -> None:
     assert pool.run(run_unpacked, world=2) == [expected] * 2
 
 
+def run_lazy(group: ProcessGroup, path: str) -> None:
+    """A lazy negative is summed by its values, also where its memory is in the order of the wire."""
+    for dtype, dim in product((torch.bfloat16, torch.float32), (0, 1)):
+        x = values(group.rank(), (4, 8), dtype)
+        lazy = torch._neg_view(-x)
+        assert lazy.is_neg()
+        with ops.path(path):  # pyright: ignore[reportArgumentType]
+            found, expected = (collective.reduce_scatter(each, dim, group, wire=torch.bfloat16) for each in (lazy, x))
+            whole = collective.all_reduce(torch._neg_view(-x), group, wire=torch.bfloat16)
+        assert torch.equal(bits(found), bits(expected)), (dtype, dim)
+        assert torch.equal(whole.chunk(group.size(), dim)[group.rank()], found), (dtype, dim)
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_lazy_bits(pool: Pool, path: str) -> None:
+    pool.run(run_lazy, path, world=2)
+
+
 def run_memory(group: ProcessGroup) -> float:
     """Most bytes of buffers that are alive at a time, as a share of the wire's."""
     live = [0, 0]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import groups, p2p
+from tritoncomm.core import ops
 from tritoncomm.errors import ArgumentError, GroupError, MismatchError
 from tritoncomm.groups import Group, ParallelMode
 from tritoncomm.p2p import stages as stage_functions
@@ -245,3 +246,20 @@ def test_each_tensor_rank_sends_its_shard(group: ProcessGroup) -> None:
     texts = [str(w.message) for w in caught if "do not divide" in str(w.message)]
     assert len(texts) == 1, texts
     assert "3 elements of shape [3] do not divide over 2 tensor ranks" in texts[0]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_lazy_bits(group: ProcessGroup, path: str) -> None:
+    """Lazy negatives and conjugates travel as their values, one by one and several in a message."""
+    pipeline(group)
+    for dtype in (torch.float32, torch.complex64):
+        x = (torch.arange(12.0).view(3, 4) - 5 + group.rank()).to(dtype) * (1 if dtype is torch.float32 else 1 - 2j)
+        lazy = torch._neg_view(-x) if dtype is torch.float32 else x.conj().clone().conj()
+        assert lazy.is_neg() or lazy.is_conj()
+        peer = x + (1 - 2 * group.rank()) * (x[0, 1] - x[0, 0])
+        for sent, shapes in ((lazy, (3, 4)), ([lazy, lazy[1:]], [(3, 4), (2, 4)])):
+            with ops.path(path):  # pyright: ignore[reportArgumentType]
+                got = p2p.send_forward_recv_forward(sent, shapes, True, dtype=dtype)
+            for one, expected in zip([got] if isinstance(got, Tensor) else got, (peer, peer[1:]), strict=False):
+                assert torch.equal(one.detach(), expected), (dtype, shapes)

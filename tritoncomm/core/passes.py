@@ -124,7 +124,7 @@ class Pass:
 
     @cached_property
     def targets(self) -> list[WrittenBox]:
-        """What an unpack by torch writes, box by box."""
+        """Boxes that an unpack by torch writes, in the order of the blocks."""
         targets: dict[Block, list[Block]] = {}
         stacks: dict[Block, Block] = {}
         for block in self.blocks:

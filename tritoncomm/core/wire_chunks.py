@@ -20,7 +20,7 @@ from tritoncomm.core.split import Split, split_by
 __all__ = ["Chunk", "Layout", "plan_chunks", "row_stride", "sum_pass"]
 
 Layout = tuple[Ints, Ints, int, Ints]
-"""Of a tensor: shape, strides, the dim that is split, its size on every rank."""
+"""Shape and strides of a tensor, the dim that is split, and its size on every rank."""
 
 
 class Chunk(NamedTuple):
