@@ -6,6 +6,7 @@ In the modules of this package ``shape`` is the shape of the global tensor and `
 position in it (in ``group_registry`` a global rank). ``axis`` is an axis of the mesh, ``name`` the operator for errors.
 """
 
+from tritoncomm.tensor import gathered_view as gathered_view
 from tritoncomm.tensor import pickles as pickles
 from tritoncomm.tensor import utils
 from tritoncomm.tensor.alpha_beta import measure_mesh

@@ -55,6 +55,8 @@ class ColoTensor(layout.LocalShard):
     has_initialized = True
     _parameter_class: ClassVar[Any]
     """``ColoParameter``, which its module sets."""
+    _rebuilt_by: ClassVar[Any]
+    """Function that files refer to: ``pickles.rebuild``, which that module sets."""
 
     def __new__(
         cls, data: Tensor | None, spec: ColoTensorSpec | None, global_shape: Sequence[int] | None = None
@@ -126,15 +128,20 @@ class ColoTensor(layout.LocalShard):
 
     @staticmethod
     def from_dtensor(tensor: Any) -> "ColoTensor":
-        """Return a DTensor as a ColoTensor, without a copy; see ``dtensor.from_dtensor``."""
-        # Imported here because that module imports this one.
-        from tritoncomm.tensor.dtensor import from_dtensor
+        """Return a DTensor over all ranks of its mesh as a ColoTensor; shares its memory and propagates gradients.
 
-        return from_dtensor(tensor)
+        ``[Shard(0), Shard(1)]`` on 2 x 2 ranks is ``ShardSpec([0, 1], [2, 2])``.
+        """
+        # Imported here because torch.distributed.tensor takes longer to import than this package.
+        from tritoncomm.tensor.dtensor import spec_of
+
+        optimizers.watch()
+        spec = spec_of(tensor)
+        return ColoTensor._wrap(tensor.to_local(), spec.pg, spec.dist_attr, tuple(tensor.shape))
 
     def to_dtensor(self) -> Any:
         """Return this tensor as a DTensor, without a copy; see ``dtensor.to_dtensor``."""
-        # Imported here because that module imports this one.
+        # Imported here because torch.distributed.tensor takes longer to import than this package.
         from tritoncomm.tensor.dtensor import to_dtensor
 
         return to_dtensor(self)
@@ -326,12 +333,14 @@ class ColoTensor(layout.LocalShard):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the local data, the layout and the coordinate of the shard, for ``rebuild``."""
-        # Imported here because that module imports this one.
-        from tritoncomm.tensor.pickles import rebuild
-
         with torch.no_grad():
             data = layout.plain(self).detach()
-        return rebuild, (type(self).__name__, data, self.requires_grad, (*self._state(), self._coordinate()))
+        return ColoTensor._rebuilt_by, (
+            type(self).__name__,
+            data,
+            self.requires_grad,
+            (*self._state(), self._coordinate()),
+        )
 
     def _coordinate(self) -> tuple[int, int]:
         """Return the number of this shard, and the number of shards."""
@@ -396,6 +405,8 @@ class ColoTensor(layout.LocalShard):
             run = _runners[cls, types] = cls._runner(types)
         return NotImplemented if run is None else run(func, args, kwargs or {})
 
+
+ColoTensorSpec._wrap = staticmethod(ColoTensor._wrap)
 
 # torch.nn.utils clips by one all-gather per process group where its foreach form takes the class, by one per shard
 # otherwise. No public name says so; DTensor adds itself to the same list (torch 2.11 to 2.13).

@@ -110,15 +110,7 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     if call is None:
         return _on_replicas(func, name, args, kwargs)
     result = execute(call)
-    return _with_views(result, call.gathered, func) if call.gathered else result
-
-
-def _with_views(result: Any, gathered: Sequence[tuple[Any, Tensor]], func: Callable[..., Any]) -> Any:
-    """Return the result of ``func`` on gathered shards, in which views of them write to the shards."""
-    # Imported here because that module imports this one.
-    from tritoncomm.tensor.gathered_view import of_gathered
-
-    return of_gathered(result, gathered, func)
+    return LocalShard._with_views(result, call.gathered, func) if call.gathered else result
 
 
 def _describe(describe: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -236,7 +228,7 @@ def _on_replicas(func: Callable[..., Any], name: str, args: Sequence[Any], kwarg
     if writes(name) and result is not None:
         return first if is_colo(first) else result
     result = tree_map(as_replica, result)
-    return _with_views(result, gathered, func) if gathered else result
+    return LocalShard._with_views(result, gathered, func) if gathered else result
 
 
 def _resizable(out: Any) -> Tensor:

@@ -11,32 +11,27 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.reshard import Layout
-from tritoncomm.tensor import optimizers
-from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.device_mesh import DeviceMesh
 from tritoncomm.tensor.distspec import ReplicaSpec, ShardSpec, _DistSpec
-from tritoncomm.tensor.layout import plain
+from tritoncomm.tensor.layout import LocalShard, plain
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.redistribute import layout_over
+from tritoncomm.tensor.tensor_spec import ColoTensorSpec
 
-__all__ = ["from_dtensor", "to_dtensor"]
+__all__ = ["spec_of", "to_dtensor"]
 
 
-def from_dtensor(tensor: DTensor) -> ColoTensor:
-    """Return a DTensor over all ranks of its mesh as a ColoTensor; shares its memory and propagates gradients.
-
-    ``[Shard(0), Shard(1)]`` on 2 x 2 ranks is ``ShardSpec([0, 1], [2, 2])``.
-    """
-    optimizers.watch()
-    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
-    spec = _spec_of(shape, tuple(mesh.shape), tensor.placements)
+def spec_of(tensor: DTensor) -> ColoTensorSpec:
+    """Return the process group and the layout of a DTensor over all ranks of its mesh."""
+    mesh = tensor.device_mesh
+    spec = _placed(tuple(tensor.shape), tuple(mesh.shape), tensor.placements)
     # The ranks of a mesh of several axes are one tensor-parallel group, counted row-major. ``over_device_mesh`` raises
     # unless such a group exists and its ranks ascend.
     pg = ProcessGroup.from_device_mesh(mesh) if mesh.ndim == 1 else ProcessGroup.over_device_mesh(mesh)
-    return ColoTensor._wrap(tensor.to_local(), pg, spec, shape)
+    return ColoTensorSpec(pg, spec)
 
 
-def _spec_of(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Any, ...]) -> _DistSpec:
+def _placed(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Any, ...]) -> _DistSpec:
     """Return the layout of a DTensor of global ``shape``; reject shards that no ``ShardSpec`` describes."""
     parts: dict[int, int] = {}
     replicated = False
@@ -61,12 +56,12 @@ def _spec_of(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[An
     return ShardSpec(list(parts), list(parts.values()))
 
 
-def to_dtensor(tensor: ColoTensor) -> DTensor:
+def to_dtensor(tensor: LocalShard) -> DTensor:
     """Return a DTensor over the tensor-parallel ranks, with a mesh axis per sharded dim; shares memory and gradients.
 
     Missing process groups of a mesh of several axes are made as by ``ProcessGroup``.
     """
-    shape = torch.Size(tensor.size_global())
+    shape = torch.Size(tensor.global_shape)
     parts = dict(tensor.partitions)
     mesh = _mesh(tensor.process_group, tuple(parts.values()), tensor.device.type)
     placements: list[Any] = [Shard(dim) for dim in parts] or [Replicate()]

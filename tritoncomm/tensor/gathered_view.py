@@ -20,7 +20,7 @@ from tritoncomm.tensor.box import Box, Slices, box_of, refuse_graph, write_shard
 from tritoncomm.tensor.colo_tensor import ColoTensor
 from tritoncomm.tensor.distspec import ReplicaSpec, _DistSpec, partitions
 from tritoncomm.tensor.elementwise import ELEMENTWISE, KEEPS_LAYOUT, QUERIES, RESHAPES_IN_PLACE, writes
-from tritoncomm.tensor.layout import is_colo, is_view, plain, refuse_sharing, shares_storage
+from tritoncomm.tensor.layout import LocalShard, is_colo, is_view, plain, refuse_sharing, shares_storage
 from tritoncomm.tensor.op_wrapper import implementation
 from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.rules.engine import replicated
@@ -325,3 +325,6 @@ class ShardView(ColoTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         rebuild, (_, *state) = super().__reduce_ex__(protocol)
         return rebuild, (ColoTensor.__name__, *state)
+
+
+LocalShard._with_views = staticmethod(of_gathered)

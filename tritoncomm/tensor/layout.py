@@ -32,6 +32,8 @@ class LocalShard(Tensor):
     global_shape: tuple[int, ...]
     partitions: tuple[tuple[int, int], ...]
     _is_gathered: ClassVar[bool] = False
+    _with_views: ClassVar[Callable[..., Any]]
+    """``gathered_view.of_gathered``, which that module sets: it makes tensors of this class itself."""
     _elsewhere: str = ""
     _wrap: Callable[[Tensor, ProcessGroup, _DistSpec, Sequence[int]], Any]
     _wrap_like: Callable[[Tensor], Any]

@@ -150,6 +150,7 @@ def _warn_once(text: str) -> None:
 
 
 _CLASSES: dict[str, Any] = {"ColoTensor": ColoTensor, "ColoParameter": ColoParameter}
+ColoTensor._rebuilt_by = staticmethod(rebuild)
 
 torch.serialization.add_safe_globals(
     [rebuild, ProcessGroup, _DistSpec, DistPlacementPattern, ComputeSpec, ComputePattern]

@@ -1,7 +1,8 @@
 """ColoTensorSpec: process group, placement and compute pattern."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -30,6 +31,8 @@ class ColoTensorSpec:
     pg: ProcessGroup
     dist_attr: _DistSpec
     compute_attr: ComputeSpec | None
+    _wrap: ClassVar[Callable[..., Any]]
+    """``ColoTensor._wrap``, which its module sets."""
 
     def __init__(
         self, pg: ProcessGroup | None, dist_attr: _DistSpec = _REPLICA, compute_attr: ComputeSpec | None = None
@@ -44,7 +47,4 @@ class ColoTensorSpec:
 
     def reshard_wrap(self, local: Tensor, shape: Ints) -> Any:
         """Return a local tensor of that layout as a ColoTensor; ranks outside the process group get it back plain."""
-        # Imported here because that module imports this one.
-        from tritoncomm.tensor.colo_tensor import ColoTensor
-
-        return local if self.pg.tp_rank_list() is None else ColoTensor._wrap(local, self.pg, self.dist_attr, shape)
+        return local if self.pg.tp_rank_list() is None else self._wrap(local, self.pg, self.dist_attr, shape)
