@@ -84,7 +84,7 @@ def test_casts_and_scales_round_once(path: str) -> None:
         block = Block(0, (2, 4, 3), (3, 6, 1), 0, 0, (12, 3, 1))
         over = Pass([block], [dtype], 24)
         with ops.path(path):
-            wire = over.pack([x], scale=scale).wire
+            wire, *_ = over.pack([x], scale=scale)
         value = x if scale is None else x * scale
         value = value.float() if dtype is torch.bfloat16 else value
         assert torch.equal(wire, torch.cat([half.flatten() for half in value.chunk(2, 1)]).to(dtype))

@@ -6,7 +6,8 @@ instead. ``op`` is a ``ReduceOp``.
 """
 
 import math
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,20 +17,20 @@ from torch.distributed import ProcessGroup, ReduceOp
 from tritoncomm.core import backend, compiled, node_exchange, ops, plan
 from tritoncomm.core.backend import Handle
 from tritoncomm.core.call import enter, world_of_one
+from tritoncomm.core.exchange import Exchange
 from tritoncomm.core.memory import contiguous_stride, empty
 from tritoncomm.core.node_exchange import Levels
+from tritoncomm.core.ops import SplitPass
 from tritoncomm.core.plan import (
+    CollectivePlan,
     Ints,
     all_equal,
     all_reduce_bytes,
-    cached_all_gather,
-    cached_all_to_all,
     cached_all_to_all_single,
-    cached_reduce_scatter,
     cached_split,
     located,
-    sized_all_to_all,
 )
+from tritoncomm.core.split import split_by
 from tritoncomm.errors import CommError
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "all_to_all_single", "reduce_scatter", "split"]
@@ -49,36 +50,55 @@ def all_gather(
     world = world_of_one(x, name) if span is None else span.world
     try:
         if sizes is None or (x.dim() and all_equal(sizes, world, x.shape[dim])):
-            sizes, planned = None, cached_all_gather(x.shape, x.itemsize, dim, world, 0)
+            sizes, (planned, unpack, shape) = None, _even_gather(x.shape, x.itemsize, dim, world)
         else:
-            planned = plan.all_gather(x.shape, x.itemsize, dim, world, group.rank(), sizes)
+            planned, unpack, shape = _plan_gather(x.shape, x.itemsize, dim, world, group.rank(), sizes)
     except CommError as error:
         raise located(error, x.shape, name, group) from None
     if span is None:  # only now, as a wrong list is wrong on one rank, too
         return (x, None) if asynchronous else x
     x, copied = ops.contiguous(x)
-    shape = planned.shape
-    if not planned.in_order:  # Gloo wants the ranks in dim 0
-        shape = (math.prod(shape),) if sizes is not None else plan.resized(x.shape, 0, world * x.shape[0])
     wire = empty(x, shape, contiguous_stride(shape), x.dtype)
     if sizes is not None:
         parts = list(wire.view(-1).split(planned.recv_counts))
         work = backend.all_gather_list(parts, x.view(-1), group, name, asynchronous)
     # Dims of size 1 stand before ``dim``: Gloo, which wants the ranks in dim 0, gets flat tensors.
-    elif planned.in_order and dim != 0 and dim != -x.dim():
+    elif unpack is None and dim != 0 and dim != -x.dim():
         work = backend.all_gather(wire.view(-1), x.view(-1), group, name, asynchronous)
     else:
         work = backend.all_gather(wire, x, group, name, asynchronous)
-    if planned.in_order:
+    if unpack is None:
         span.end("torch" if copied else "view", copied, planned.bytes_sent)
         return (wire, Handle(work, wire, None, x)) if asynchronous else wire
     if asynchronous:
         out = empty(x, planned.shape, contiguous_stride(planned.shape), x.dtype)
         span.end(ops.path_for(out, "unpack", dim, world, sizes), copied, planned.bytes_sent)
-        return out, Handle(work, out, lambda: ops.unpack(wire, planned.shape, dim, world, sizes, out=out), x, wire)
-    out, path, unpacked = ops.unpack(wire, planned.shape, dim, world, sizes)
+        return out, Handle(work, out, lambda: unpack.unpack(wire, (out,)), x, wire)
+    (out,), path, unpacked = unpack.results(wire)
     span.end(path, copied + unpacked, planned.bytes_sent)
     return out
+
+
+class _Gather(NamedTuple):
+    """Plan of an all-gather, the pass that follows it (None where what arrives is in order), and the wire's shape."""
+
+    plan: CollectivePlan
+    unpack: SplitPass | None
+    wire: Ints
+
+
+def _plan_gather(shape: Ints, itemsize: int, dim: int, world: int, rank: int = 0, sizes: Ints | None = None) -> _Gather:
+    """Plan ``all_gather``; an even plan is that of any rank."""
+    planned = plan.all_gather(shape, itemsize, dim, world, rank, sizes)
+    if planned.in_order:
+        return _Gather(planned, None, planned.shape)
+    unpack = SplitPass(split_by(planned.shape, None, dim, world, sizes))
+    # Gloo wants the ranks in dim 0.
+    wire = (math.prod(planned.shape),) if sizes is not None else plan.resized(shape, 0, world * shape[0])
+    return _Gather(planned, unpack, wire)
+
+
+_even_gather = lru_cache(maxsize=8192)(_plan_gather)
 
 
 def reduce_scatter(
@@ -101,9 +121,9 @@ def reduce_scatter(
     world = world_of_one(x, name) if span is None else span.world
     try:
         if sizes is None or (x.dim() and all_equal(sizes, world, x.shape[dim] // world)):
-            sizes, planned = None, cached_reduce_scatter(x.shape, x.itemsize, dim, world, 0)
+            sizes, (planned, pack) = None, _even_scatter(x.shape, x.stride(), x.itemsize, dim, world)
         else:
-            planned = plan.reduce_scatter(x.shape, x.itemsize, dim, world, group.rank(), sizes)
+            planned, pack = _plan_scatter(x.shape, x.stride(), x.itemsize, dim, world, group.rank(), sizes)
     except CommError as error:
         raise located(error, x.shape, name, group) from None
     if span is None:
@@ -111,11 +131,11 @@ def reduce_scatter(
     is_special = x.dtype in backend.not_summed
     if is_special:
         backend.check_op(op, x, group, name)
-    if planned.in_order and sizes is None:
+    if pack is None:
         wire, copied = ops.contiguous(x)
         path = "torch" if copied else "view"
     else:
-        wire, path, copied = ops.pack(x, dim, world, sizes)
+        wire, path, copied = pack.pack((x,))
     out = empty(x, planned.shape, contiguous_stride(planned.shape), x.dtype)
     if sizes is not None:
         parts = list(wire.split(planned.send_counts))
@@ -127,6 +147,25 @@ def reduce_scatter(
         work = backend.reduce_scatter(out, wire, op, group, name, asynchronous)
     span.end(path, copied, planned.bytes_sent)
     return (out, Handle(work, out, None, wire)) if asynchronous else out
+
+
+class _Scatter(NamedTuple):
+    """Plan of a reduce-scatter, and the pass before it; None where the contiguous tensor is in order."""
+
+    plan: CollectivePlan
+    pack: SplitPass | None
+
+
+def _plan_scatter(
+    shape: Ints, stride: Ints, itemsize: int, dim: int, world: int, rank: int = 0, sizes: Ints | None = None
+) -> _Scatter:
+    """Plan ``reduce_scatter``; an even plan is that of any rank."""
+    planned = plan.reduce_scatter(shape, itemsize, dim, world, rank, sizes)
+    in_order = planned.in_order and sizes is None
+    return _Scatter(planned, None if in_order else SplitPass(split_by(shape, stride, dim, world, sizes)))
+
+
+_even_scatter = lru_cache(maxsize=8192)(_plan_scatter)
 
 
 def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
@@ -227,17 +266,14 @@ def all_to_all_single(
         raise located(error, x.shape, name, group) from None
     if span is None:
         return (x, None) if asynchronous else x
+    if nodes is not None:
+        out = node_exchange.all_to_all(x, planned, nodes, group, span)
+        # The exchange in two levels is over: the handle has no work to wait for.
+        return (out, Handle(None, out, None)) if asynchronous else out
     x, copied = ops.contiguous(x)
     shape = planned.shape
     # A stride does not depend on the number of rows, which may be new in every call with split sizes.
     out = empty(x, shape, contiguous_stride(shape if is_even else (1, *shape[1:])), x.dtype)
-    if nodes is not None:
-        path, passes, sent = node_exchange.all_to_all(
-            out, x, planned.recv_sizes, planned.send_sizes, nodes, group, name
-        )
-        span.end(path, copied + passes, sent)
-        # The exchange in two levels is over: the handle has no work to wait for.
-        return (out, Handle(None, out, None)) if asynchronous else out
     work = backend.all_to_all(out, x, planned.recv_sizes, planned.send_sizes, group, name, asynchronous)
     span.end("torch" if copied else "view", copied, planned.bytes_sent)
     return (out, Handle(work, out, None, x)) if asynchronous else out
@@ -271,30 +307,50 @@ def all_to_all(
     world = world_of_one(x, name) if span is None else span.world
     try:
         if is_even:
-            planned = cached_all_to_all(x.shape, x.itemsize, scatter_dim, gather_dim, world, 0)
+            exchange = _even_exchange(x.shape, x.stride(), x.itemsize, scatter_dim, gather_dim, world, 0, shape)
         else:
-            sizes = scatter_sizes, gather_sizes
-            planned = sized_all_to_all(x.shape, x.itemsize, scatter_dim, gather_dim, world, group.rank(), *sizes)
+            sizes = shape, scatter_sizes, gather_sizes
+            exchange = _sized_exchange(
+                x.shape, x.stride(), x.itemsize, scatter_dim, gather_dim, world, group.rank(), *sizes
+            )
     except CommError as error:
         raise located(error, x.shape, name, group) from None
     if span is None:
         return x if shape is None else x.reshape(shape)
-    wire, path, copied = ops.pack(x, scatter_dim, world, planned.send_sizes or None)
-    if planned.send_sizes or wire.shape[0] % world:  # dims of size 1 in front; torch 2.15 wants to split dim 0
-        received, wire = empty(wire, (math.prod(planned.shape),), (1,), wire.dtype), wire.view(-1)
-    else:
-        received = empty(wire, wire.shape, contiguous_stride(wire.shape), wire.dtype)
-    work = backend.all_to_all(received, wire, planned.recv_counts, planned.send_counts, group, name, asynchronous)
-    if work is not None:
-        work.wait()
-    del wire  # frees the sent buffer before the result is allocated
-    out = received
+    (out,) = exchange.run((x,), group, span, asynchronous=asynchronous)
+    if shape is None or out.shape == shape:
+        return out
+    return torch.ops.aten._unsafe_view(out, shape)  # a result of its own, not a view of anything
+
+
+def _plan_exchange(
+    shape: Ints,
+    stride: Ints,
+    itemsize: int,
+    scatter_dim: int,
+    gather_dim: int,
+    world: int,
+    rank: int,
+    target: Ints | None = None,
+    scatter_sizes: Ints | None = None,
+    gather_sizes: Ints | None = None,
+) -> Exchange:
+    """Plan ``all_to_all`` of a tensor of this shape and stride; ``target`` is the shape of a result in order."""
+    planned = plan.all_to_all(shape, itemsize, scatter_dim, gather_dim, world, rank, scatter_sizes, gather_sizes)
+    unpack = None
     if not planned.in_order:
-        rows = planned.recv_sizes or None
-        out, unpack_path, unpacked = ops.unpack(received, planned.shape, gather_dim, world, rows)
-        path, copied = (path if path != "view" else unpack_path), copied + unpacked
-    target = planned.shape if shape is None else shape
-    if out.shape != target:
-        out = torch.ops.aten._unsafe_view(out, target)  # a result of its own, not a view of anything
-    span.end(path, copied, planned.bytes_sent)
-    return out
+        gathered = split_by(planned.shape, None, gather_dim, world, planned.recv_sizes or None)
+        unpack = SplitPass(gathered)
+    return Exchange(
+        SplitPass(split_by(shape, stride, scatter_dim, world, planned.send_sizes or None)),
+        unpack,
+        (planned.shape if target is None or unpack is not None else target,),
+        planned.send_counts,
+        planned.recv_counts,
+        planned.bytes_sent,
+    )
+
+
+_even_exchange = lru_cache(maxsize=8192)(_plan_exchange)
+_sized_exchange = lru_cache(maxsize=256)(_plan_exchange)
+"""By split sizes, which may be new in every call and grow with the ranks: a small cache of its own."""

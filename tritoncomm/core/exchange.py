@@ -1,18 +1,23 @@
 """An exchange: a pass into a wire, one all-to-all, and a pass out of the wire that arrives."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm.core import backend
 from tritoncomm.core.memory import contiguous_stride, empty
+from tritoncomm.core.ops import SplitPass, contiguous
 from tritoncomm.core.passes import Pass
 from tritoncomm.core.plan import Ints
 from tritoncomm.record import CopyPath, Span
 
 __all__ = ["Exchange", "StartedExchange"]
+
+
+_Started = tuple[Tensor, backend.Work, Tensor, CopyPath, int]
+"""The fields of ``StartedExchange``."""
 
 
 class StartedExchange(NamedTuple):
@@ -32,43 +37,54 @@ class StartedExchange(NamedTuple):
     copied: int
 
 
-class Exchange(NamedTuple):
+_Pack = TypeVar("_Pack", bound=Pass | SplitPass | None)
+_Unpack = TypeVar("_Unpack", bound=Pass | SplitPass | None)
+
+
+class Exchange(NamedTuple, Generic[_Pack, _Unpack]):
     """Value of a planner: which blocks go to which ranks, and which arrive.
 
     Attributes:
-        pack: pass from the tensors to the wire.
+        pack: pass from the tensors to the wire; None where the wire is the one tensor, made contiguous.
         unpack: pass from the received wire to the results; None where the wire is the one result.
         shapes: of the results.
-        send_counts, recv_counts: elements to and from each rank; empty if all are equal.
+        send_counts, recv_counts: elements to and from each rank, or rows without ``pack``; empty if all are equal.
         bytes_sent: bytes to other ranks.
     """
 
-    pack: Pass
-    unpack: Pass | None
+    pack: _Pack
+    unpack: _Unpack
     shapes: Sequence[Ints]
     send_counts: Ints
     recv_counts: Ints
     bytes_sent: int
 
     def run(
-        self, tensors: Sequence[Tensor], group: ProcessGroup, span: Span, outs: Sequence[Tensor] | None = None
+        self,
+        tensors: Sequence[Tensor],
+        group: ProcessGroup,
+        span: Span,
+        outs: Sequence[Tensor] | None = None,
+        asynchronous: bool = False,
     ) -> Sequence[Tensor]:
         """Exchange tensors, end the span of the call, and return the results.
 
         Args:
             outs: tensors to fill; new contiguous ones by default.
+            asynchronous: run the all-to-all on the backend's own stream. The results are waited for in any case.
         """
-        received, _, sent, path, copied = self.start(tensors, group, span.name, asynchronous=False)
+        received, work, sent, path, copied = self._send(tensors, group, span.name, None, asynchronous)
+        if work is not None:
+            work.wait()
         del sent  # freed before the results are allocated
         if self.unpack is None:
             span.end(path, copied, self.bytes_sent)
             return [received]
         if outs is None:
-            outs = []
-            for shape in self.shapes:
-                outs.append(empty(received, shape, contiguous_stride(shape), received.dtype))
-        _, path, unpacked = self.unpack.unpack(received, outs)
-        span.end(path, copied + unpacked, self.bytes_sent)
+            outs, way, unpacked = self.unpack.results(received, self.shapes)
+        else:
+            _, way, unpacked = self.unpack.unpack(received, outs)
+        span.end(way if path == "view" else path, copied + unpacked, self.bytes_sent)
         return outs
 
     def start(
@@ -82,13 +98,32 @@ class Exchange(NamedTuple):
         """Pack the tensors and start the all-to-all; the caller waits for its work and unpacks.
 
         Args:
-            received: flat memory for what arrives; new memory by default.
+            received: memory for what arrives, flat with ``pack``; new memory by default.
         """
-        wire, path, copied = self.pack.pack(tensors)
+        return StartedExchange(*self._send(tensors, group, name, received, asynchronous))
+
+    def _send(
+        self, tensors: Sequence[Tensor], group: ProcessGroup, name: str, received: Tensor | None, asynchronous: bool
+    ) -> _Started:
+        """Start as ``start``; making its result takes as long as a third of a small pass."""
+        if self.pack is None:
+            wire, copied = contiguous(tensors[0])
+            path = "torch" if copied else "view"
+        else:
+            wire, path, copied = self.pack.pack(tensors)
         if received is None:
             # A wire that is the result gets its shape at once: a result is no view of another tensor.
-            shape = self.shapes[0] if self.unpack is None else (self.unpack.elements,)
-            received = empty(wire, shape, contiguous_stride(shape), wire.dtype)
-        out = received if self.unpack is not None else received.view(-1)
+            if self.unpack is None:
+                shape = self.shapes[0]
+            else:
+                shape = (self.unpack.elements,) if self.send_counts else wire.shape
+            # A stride does not depend on the number of rows, which may be new in every call with split sizes.
+            received = empty(wire, shape, contiguous_stride((1, *shape[1:])), wire.dtype)
+        out = received
+        if self.pack is not None:
+            if self.send_counts:  # of elements
+                wire, out = wire.view(-1), received.view(-1)
+            elif received.shape != wire.shape:
+                out = received.view(wire.shape)
         work = backend.all_to_all(out, wire, self.recv_counts, self.send_counts, group, name, asynchronous)
-        return StartedExchange(received, work, wire, path, copied)
+        return received, work, wire, path, copied

@@ -6,8 +6,10 @@ rank sends N + L messages instead of N * L, and its rows move twice. Both levels
 in which most ranks send nothing to each other: backends skip empty messages, and connect no ranks for them.
 """
 
+import math
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,14 +17,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import launchers, variables
-from tritoncomm.core import backend, ops
-from tritoncomm.core.memory import empty_on
-from tritoncomm.core.plan import Ints
+from tritoncomm.core import backend
+from tritoncomm.core.exchange import Exchange
+from tritoncomm.core.memory import contiguous_stride, empty
+from tritoncomm.core.ops import SplitPass, contiguous
+from tritoncomm.core.plan import CollectivePlan, Ints
+from tritoncomm.core.split import split_of
 from tritoncomm.core.validation import ranks_of
 from tritoncomm.errors import ArgumentError, UnsupportedError
-from tritoncomm.record import CopyPath
+from tritoncomm.record import Span
 
-__all__ = ["Levels", "Nodes", "all_to_all", "chosen", "nodes_of", "row_counts"]
+__all__ = ["Levels", "Nodes", "all_to_all", "chosen", "nodes_of"]
 
 Levels = Literal["flat", "node"]
 """Ways of an exchange: from rank to rank, or in two levels."""
@@ -102,69 +107,73 @@ def nodes_of(group: ProcessGroup, name: str) -> int:
     return len({rank // per_node for rank in ranks_of(group, name)}) if per_node else 1
 
 
-def row_counts(in_rows: Ints, nodes: Nodes, group: ProcessGroup, name: str, device: torch.device) -> list[list[int]]:
+def _arriving(in_rows: Ints, nodes: Nodes, group: ProcessGroup, name: str, device: torch.device) -> list[list[int]]:
     """Exchange numbers of rows: ``[n][l]`` is the number that the rank of node n sends through this rank to rank l.
 
     The rank of node n is the one with this rank's local number, and rank l is on this rank's node.
     """
     sent = torch.tensor(in_rows, dtype=torch.int64, device=device)
-    received = empty_on(device, (nodes.count, nodes.size), torch.int64)
     sizes = nodes.across([nodes.size] * nodes.count)
-    backend.all_to_all(received.view(-1), sent, sizes, sizes, group, name)
+    exchange = Exchange(None, None, ((nodes.world,),), sizes, sizes, 0)
+    received = exchange.start((sent,), group, name, asynchronous=False).received
     # The host waits for the device here.
-    return received.tolist()
+    return received.view(nodes.count, nodes.size).tolist()
 
 
-def all_to_all(
-    out: Tensor,
-    x: Tensor,
-    out_rows: Ints,
-    in_rows: Ints,
-    nodes: Nodes,
-    group: ProcessGroup,
-    name: str,
-    counts: list[list[int]] | None = None,
-) -> tuple[CopyPath, int, int]:
-    """Send chunk w of ``x`` to rank w in two levels, and receive the ranks' chunks into ``out``, in rank order.
+def all_to_all(x: Tensor, planned: CollectivePlan, nodes: Nodes, group: ProcessGroup, span: Span) -> Tensor:
+    """Run an exchange of the rows of dim 0 in two levels, end the span of the call, and return what arrives."""
+    if planned.send_sizes:
+        return _by_sizes(x, planned, nodes, group, span)
+    first, second = _even_levels(x.shape, x.itemsize, nodes)
+    middle = first.start((x,), group, span.name, asynchronous=False)
+    crossed = second.start((middle.received,), group, span.name, asynchronous=False)
+    (out,), _, unpacked = second.unpack.results(crossed.received, second.shapes)
+    span.end(crossed.path, middle.copied + crossed.copied + unpacked, first.bytes_sent + second.bytes_sent)
+    return torch.ops.aten._unsafe_view(out, planned.shape)
 
-    Returns the path of the local passes, the bytes copied, and the bytes sent to other ranks. ``out_rows`` and
-    ``in_rows`` are rows of dim 0 per rank, empty for equal chunks; ``counts`` are the ``row_counts`` of ``in_rows``.
-    """
-    if x.dtype in backend.special:
-        out, x = backend.carrier(out), backend.carrier(x)
+
+@lru_cache(maxsize=256)
+def _even_levels(
+    shape: Ints, itemsize: int, nodes: Nodes
+) -> tuple[Exchange[None, None], Exchange[SplitPass, SplitPass]]:
+    """Return the exchanges of equal chunks between nodes and inside of the node."""
     count, size = nodes.count, nodes.size
-    row_bytes = x[:1].nbytes
-    if not in_rows:
-        chunk = x.shape[0] // nodes.world
-        across = nodes.across([size * chunk] * count)
-        # Equal chunks need no counts. The first pass brings [node][local] of the arrived rows to [local][node], and the
-        # second one back.
-        middle = x.new_empty(x.shape)
-        backend.all_to_all(middle, x, across, across, group, name)
-        shape = (count, size * chunk, *x.shape[1:])
-        packed, path, copied = ops.pack(middle.view(shape), dim=1, world=size)
-        inside = nodes.inside([count * chunk] * size)
-        backend.all_to_all(middle, packed.reshape(x.shape), inside, inside, group, name)
-        _, _, copied_back = ops.unpack(middle, shape, dim=1, world=size, out=out.view(shape))
-        sent = ((count - 1) * size + (size - 1) * count) * chunk * row_bytes
-        return path, copied + copied_back, sent
-    if counts is None:
-        counts = row_counts(in_rows, nodes, group, name, x.device)
-    # ``ahead`` counts the rows that this rank sends to the rank of each node, for all ranks of that node.
+    chunk = shape[0] // nodes.world
+    row = math.prod(shape[1:])
+    rows = nodes.across([size * chunk] * count)
+    first = Exchange(None, None, (shape,), rows, rows, (count - 1) * size * chunk * row * itemsize)
+    # The pack brings [node][local] of the rows in the middle to [local][node], and the unpack brings them back.
+    turn = SplitPass(split_of((count, size, chunk * row), None, 1, size))
+    counts = nodes.inside([count * chunk * row] * size)
+    return first, Exchange(turn, turn, (shape,), counts, counts, (size - 1) * count * chunk * row * itemsize)
+
+
+def _by_sizes(x: Tensor, planned: CollectivePlan, nodes: Nodes, group: ProcessGroup, span: Span) -> Tensor:
+    """Run ``all_to_all`` by split sizes, which may be new in every call."""
+    name, count, size = span.name, nodes.count, nodes.size
+    out = empty(x, planned.shape, contiguous_stride(planned.shape), x.dtype)
+    x, copied = contiguous(x)
+    x = backend.carrier(x)
+    row, in_rows, out_rows = x.shape[1:], planned.send_sizes, planned.recv_sizes
+    counts = _arriving(in_rows, nodes, group, name, x.device)
+    # ``ahead`` counts the rows that this rank sends to the rank of each node, for all ranks of that node. ``middle``
+    # gets what the ranks of all nodes send through this rank to the ranks of its node: [node][local rank].
     ahead = [sum(in_rows[node * size : (node + 1) * size]) for node in range(count)]
-    # ``middle`` gets what the ranks of all nodes send through this rank to the ranks of its node: [node][local rank].
-    middle = x.new_empty((sum(map(sum, counts)), *x.shape[1:]))
-    backend.all_to_all(middle, x, nodes.across([sum(row) for row in counts]), nodes.across(ahead), group, name)
-    packed = _transposed(middle, counts)
-    # ``away`` counts the rows that this rank hands to each rank of its own node.
+    shape = (sum(map(sum, counts)), *row)
+    first = Exchange(None, None, (shape,), nodes.across(ahead), nodes.across([sum(rows) for rows in counts]), 0)
+    middle = first.start((x,), group, name, asynchronous=False)
+    # ``away`` counts the rows that this rank hands to each rank of its own node; ``arriving`` is [local rank][node].
     away = [sum(column) for column in zip(*counts, strict=True)]
-    arriving = [list(out_rows[local::size]) for local in range(size)]  # [local rank][node]
-    inside = nodes.inside([sum(rows) for rows in arriving])
-    received = x.new_empty(out.shape)
-    backend.all_to_all(received, packed, inside, nodes.inside(away), group, name)
-    _transposed(received, arriving, out)
+    arriving = [list(out_rows[local::size]) for local in range(size)]
+    inside = nodes.inside(away), nodes.inside([sum(rows) for rows in arriving])
+    second = Exchange(None, None, ((planned.shape[0], *row),), *inside, 0)
+    turned = _transposed(middle.received, counts)
+    received = second.start((turned,), group, name, asynchronous=False).received
+    _transposed(received, arriving, backend.carrier(out))
     sent = sum(ahead) - ahead[nodes.node] + sum(away) - away[nodes.local]
-    return "torch", 2 * (middle.nbytes + received.nbytes), sent * row_bytes
+    copied += 2 * (turned.nbytes + received.nbytes)
+    span.end("torch", copied, sent * math.prod(row) * x.itemsize)
+    return out
 
 
 def _transposed(x: Tensor, rows: list[list[int]], out: Tensor | None = None) -> Tensor:

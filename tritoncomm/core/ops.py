@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import tritoncomm_kernels as kernels
@@ -23,9 +23,14 @@ if TYPE_CHECKING:
     from tritoncomm_kernels.launch import Launch
 
 __all__ = [
-    "contiguous", "forced_path", "has_lazy", "pack", "pack_into", "path", "path_for", "reduce", "resolved", "unpack",
+    "Passed", "Results", "SplitPass", "contiguous", "forced_path", "has_lazy", "pack", "pack_into", "path", "path_for",
+    "reduce", "resolved", "unpack",
 ]  # fmt: skip
 
+Passed = tuple[Tensor, CopyPath, int]
+"""A pass that ran: the tensor that it made, or its wire, the path, and the bytes read plus bytes written."""
+Results = tuple[list[Tensor], CopyPath, int]
+"""What an unpack made: new tensors, the path, and the bytes read plus bytes written."""
 _CAT_ROW, _CAT_BYTES = 2048, 1 << 15  # torch.cat is faster for rows of at most, and wires of at least, these bytes
 _forced = variables.PATH
 
@@ -88,6 +93,59 @@ def _path_on_gpu(x: Tensor, op: str, dim: int, world: int, sizes: Ints | None, s
     return "torch" if nbytes < limits.by_unit[unit] else "triton"
 
 
+class SplitPass(NamedTuple):
+    """The pass of one tensor that is split over the ranks along one dim, which has a kernel of its own.
+
+    Attributes:
+        split: of a tensor of these strides; for ``results`` of a contiguous one.
+    """
+
+    split: Split
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the wire."""
+        return math.prod(self.split.wire_shape)
+
+    def pack(self, tensors: Sequence[Tensor]) -> Passed:
+        """Bring the tensor into a new wire, or view it as one; see ``pack``."""
+        _range = profiler._is_profiler_enabled and record.profiler_range("pack")
+        (x,), split = tensors, self.split
+        if x.is_neg() or x.is_conj():  # the copy without the bits may have other strides
+            return pack(resolved(x), split.dim, split.world, split.sizes)
+        if split.is_wire:
+            # Dims of size 1 may stand in front, and torch 2.15 wants to split dim 0.
+            return x.view(-1) if split.sizes is not None or x.shape[0] % split.world else x, "view", 0
+        if split.ranks is None:
+            wire = x.new_empty(split.wire_shape)
+        else:  # almost every call is an even split
+            if path_for(x, "pack", split.dim, split.world) == "torch":
+                return x.as_strided(*split.ranks).contiguous(), "torch", 2 * x.nbytes
+            wire = x.new_empty(split.ranks[0])
+            if copied := _plain_copy("pack", x, wire, split):
+                return wire, "triton", copied
+        return wire, *_pack_into(wire, x, split, None)
+
+    def unpack(self, wire: Tensor, tensors: Sequence[Tensor]) -> Passed:
+        """Bring the wire into a tensor of the split's shape and any strides."""
+        split = self.split
+        return unpack(wire, split.shape, split.dim, split.world, split.sizes, out=tensors[0])
+
+    def results(self, wire: Tensor, shapes: Sequence[Ints] = ()) -> Results:
+        """Unpack the wire into a new contiguous tensor, of the split's shape."""
+        _range = profiler._is_profiler_enabled and record.profiler_range("unpack")
+        split = self.split
+        if split.gathered is None or not wire.is_contiguous():
+            out = wire.new_empty(split.shape)
+        else:
+            if path_for(wire, "unpack", split.dim, split.world, None, split.shape) == "torch":
+                return [_gathered(wire, split, split.gathered)], "torch", 2 * wire.nbytes
+            out = wire.new_empty(split.shape)
+            if copied := _plain_copy("unpack", out, wire, split):
+                return [out], "triton", copied
+        return [out], *_unpack_into(out, wire, split, None, False)
+
+
 def pack(
     x: Tensor,
     dim: int,
@@ -97,7 +155,7 @@ def pack(
     dtype: torch.dtype | None = None,
     scale: float | None = None,
     out: Tensor | None = None,
-) -> tuple[Tensor, CopyPath, int]:
+) -> Passed:
     """Put ``x`` into rank order: ``wire[w] = chunk w of x along dim``, by one pass over memory or none.
 
     Args:
@@ -116,23 +174,20 @@ def pack(
 
     Traffic: reads ``x`` once, writes the wire once.
     """
-    _range = record.profiler_range("pack")
     x = resolved(x)
     layout = x.shape, x.stride(), dim, world
     split = split_of(*layout) if sizes is None else split_by(*layout, sizes)
     if scale is None and out is None and (dtype is None or dtype is x.dtype):
-        if split.is_wire:
-            return x if sizes is None else x.view(-1), "view", 0
-        # Almost every call is an even split without cast or scale.
-        if split.ranks is not None:
-            if path_for(x, "pack", dim, world) == "torch":
-                return x.as_strided(*split.ranks).contiguous(), "torch", 2 * x.nbytes
-            out = x.new_empty(split.ranks[0])
-            if copied := _plain_copy("pack", x, out, split):
-                return out, "triton", copied
+        return SplitPass(split).pack((x,))
+    _range = record.profiler_range("pack")
     wire = x.new_empty(split.wire_shape, dtype=dtype) if out is None else out
-    blocks = wire if sizes is not None else wire.view(world, split.outer, split.run)
-    return wire, *pack_into(blocks, x, split, scale)
+    return wire, *_pack_into(wire, x, split, scale)
+
+
+def _pack_into(wire: Tensor, x: Tensor, split: Split, scale: float | None) -> tuple[CopyPath, int]:
+    """Pack ``x`` into a wire of any shape by ``pack_into``."""
+    blocks = wire if split.sizes is not None else wire.view(split.world, split.outer, split.run)
+    return pack_into(blocks, x, split, scale)
 
 
 def pack_into(wire: Tensor, x: Tensor, split: Split, scale: float | None) -> tuple[CopyPath, int]:
@@ -170,7 +225,7 @@ def unpack(
     scale: float | None = None,
     out: Tensor | None = None,
     accumulate: bool = False,
-) -> tuple[Tensor, CopyPath, int]:
+) -> Passed:
     """Concatenate the ranks' shards of a wire along ``dim``, by one pass over memory: the inverse of ``pack``.
 
     Args:
@@ -189,20 +244,15 @@ def unpack(
 
     Traffic: reads the wire once, writes the result once, and reads it too when accumulating.
     """
-    _range = record.profiler_range("unpack")
     layout = tuple(shape), None if out is None else out.stride(), dim, world
     split = split_of(*layout) if sizes is None else split_by(*layout, sizes)
-    is_plain = out is None and scale is None and (dtype is None or dtype is wire.dtype)
-    if is_plain and split.gathered is not None and wire.is_contiguous():
-        if path_for(wire, "unpack", dim, world, None, split.shape) == "torch":
-            return _gathered(wire, split, split.gathered), "torch", 2 * wire.nbytes
-        out = wire.new_empty(split.shape)
-        if copied := _plain_copy("unpack", out, wire, split):
-            return out, "triton", copied
+    if out is None and scale is None and (dtype is None or dtype is wire.dtype):
+        (out,), path, copied = SplitPass(split).results(wire)
+        return out, path, copied
+    _range = record.profiler_range("unpack")
     if out is None:
         out = wire.new_empty(split.shape, dtype=dtype)
-    flat = (-1,) if sizes is not None else (world, split.outer, split.run)
-    return out, *_unpack_into(out, wire.reshape(flat), split, scale, accumulate)
+    return out, *_unpack_into(out, wire, split, scale, accumulate)
 
 
 def _gathered(wire: Tensor, split: Split, layout: tuple[Ints, Ints, Ints | None]) -> Tensor:
@@ -222,7 +272,8 @@ def _gathered(wire: Tensor, split: Split, layout: tuple[Ints, Ints, Ints | None]
 def _unpack_into(
     out: Tensor, wire: Tensor, split: Split, scale: float | None, accumulate: bool
 ) -> tuple[CopyPath, int]:
-    """Unpack ``wire``, ``[world, outer, run]`` or flat with ``sizes``; return the path and the bytes copied."""
+    """Unpack a wire of any shape; return the path and the bytes copied."""
+    wire = wire.reshape((split.world, split.outer, split.run) if split.sizes is None else (-1,))
     path = path_for(out, "unpack", split.dim, split.world, split.sizes)
     if split.rows is None:
         _refuse_triton("unpack", out, split.dim)  # raises only if triton is forced
@@ -253,7 +304,7 @@ def _leave_to_torch(error: TooLargeError) -> None:
 
 def reduce(
     wire: Tensor, *, dtype: torch.dtype | None = None, scale: float | None = None, out: Tensor | None = None
-) -> tuple[Tensor, CopyPath, int]:
+) -> Passed:
     """Sum the ranks' parts of a wire in rank order: ``out = (wire[0] + wire[1] + ...) * scale``.
 
     The sum is in fp32, with one rounding at the end.

@@ -19,28 +19,14 @@ from tritoncomm_kernels.dtypes import checked_scale, wide_type
 from tritoncomm import record
 from tritoncomm.core.blocks import Block, table_of
 from tritoncomm.core.memory import contiguous_stride, empty
-from tritoncomm.core.ops import has_lazy, path_for, reduce
+from tritoncomm.core.ops import Passed, Results, has_lazy, path_for, reduce
 from tritoncomm.core.plan import Ints
 from tritoncomm.record import CopyPath
 
-__all__ = ["Pass", "Passed", "TablePass", "WrittenBox", "takes_kernel", "whole_tensors"]
+__all__ = ["Pass", "TablePass", "WrittenBox", "takes_kernel", "whole_tensors"]
 
 _IN_ORDER = 4  # number of parts that torch.sum adds in order; of more parts it sums some first
 _ARITHMETIC = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-class Passed(NamedTuple):
-    """A pass that ran.
-
-    Attributes:
-        wire: buffer that was filled or read.
-        path: way of the pass.
-        copied: bytes read plus bytes written.
-    """
-
-    wire: Tensor
-    path: CopyPath
-    copied: int
 
 
 class WrittenBox(NamedTuple):
@@ -167,7 +153,7 @@ class Pass:
         is_lazy, is_plain = has_lazy(tensors), wire is None and scale is None and first.dtype is self.dtypes[0]
         if is_plain and not is_lazy and self.is_in_order and first.numel() == self.elements:
             # By memory, not by indices: a transposed tensor with one index of the split dim per rank is in order, too.
-            return Passed(first.as_strided((self.elements,), (1,)), "view", 0)
+            return first.as_strided((self.elements,), (1,)), "view", 0
         path = path_for(first, "segments")
         if path == "torch" and is_plain and self.joined is not None:
             views = []
@@ -175,13 +161,13 @@ class Pass:
                 x = tensors[block.tensor]
                 views.append(x.as_strided(block.size, block.stride, x.storage_offset() + block.offset))
             wire = torch.cat(views, self.joined[1])
-            return Passed(wire.view(-1), path, 2 * wire.nbytes)
+            return wire.view(-1), path, 2 * wire.nbytes
         if wire is None:
             wire = empty(first, (self.elements,), (1,), self.dtypes[0])
         # A table reads memory as it is; torch reads the values of tensors with lazy bits.
         if path == "torch" or is_lazy or self.table is None:
-            return Passed(wire, "torch", self._pack_blocks(tensors, wire, scale, slots))
-        return Passed(wire, path, kernels.gather_segments(tensors, wire, self.table, scale=scale))
+            return wire, "torch", self._pack_blocks(tensors, wire, scale, slots)
+        return wire, path, kernels.gather_segments(tensors, wire, self.table, scale=scale)
 
     def unpack(
         self, wire: Tensor, tensors: Sequence[Tensor], scale: float | None = None, accumulate: bool = False
@@ -194,14 +180,14 @@ class Pass:
         """
         if self.parts and not accumulate:
             total, path, copied = reduce(wire.view(self.parts, -1), scale=scale, out=tensors[0])
-            return Passed(total, path, copied)
+            return total, path, copied
         _range = profiler._is_profiler_enabled and record.profiler_range("unpack")
         path = path_for(wire, "segments")
         has_kernel = not self.sums or all(dtype in _ARITHMETIC for dtype in self.dtypes)
         if path == "torch" or not has_kernel or has_lazy(tensors) or self.table is None:
-            return Passed(wire, "torch", self._unpack_blocks(wire, tensors, scale, accumulate))
+            return wire, "torch", self._unpack_blocks(wire, tensors, scale, accumulate)
         options = {"scale": scale, "accumulate": accumulate, "sums": self.sums}
-        return Passed(wire, path, kernels.scatter_segments(wire, tensors, self.table, **options))
+        return wire, path, kernels.scatter_segments(wire, tensors, self.table, **options)
 
     def _pack_blocks(
         self, tensors: Sequence[Tensor], wire: Tensor, scale: float | None, slots: list[Tensor] | None
@@ -254,6 +240,14 @@ class Pass:
                 torch_path.put(x, [part.in_wire(typed) for part in parts], scale, wide, accumulate)
             copied += prod(block.size) * (len(parts) * dtype.itemsize + x.itemsize * (2 if accumulate else 1))
         return copied
+
+    def results(self, wire: Tensor, shapes: Sequence[Ints]) -> Results:
+        """Unpack the wire into new contiguous tensors of these shapes and the wire's dtype."""
+        tensors = []
+        for shape in shapes:
+            tensors.append(empty(wire, shape, contiguous_stride(shape), wire.dtype))
+        _, path, copied = self.unpack(wire, tensors)
+        return tensors, path, copied
 
     def unpacked_bytes(self, tensors: Sequence[Tensor], accumulate: bool) -> int:
         """Return the bytes that an unpack into these tensors reads plus writes."""

@@ -1,6 +1,6 @@
 """Plans of collectives: shape of the result, bytes sent and received, elements per rank, all from shapes alone.
 
-No other module has these formulas. Eager calls without split sizes look plans up by the ``cached_*`` functions.
+No other module has these formulas. Eager calls without split sizes look plans up in caches.
 Compiled calls trace through the plain functions, where sizes may be symbols, and dry runs print the plans. Errors name
 dims and sizes; ``located`` adds the function and the rank.
 """
@@ -25,9 +25,7 @@ __all__ = [
     "all_to_all",
     "all_to_all_single",
     "cached_all_gather",
-    "cached_all_to_all",
     "cached_all_to_all_single",
-    "cached_reduce_scatter",
     "cached_split",
     "check_split_sizes",
     "chunk_sizes",
@@ -36,7 +34,6 @@ __all__ = [
     "normalize_sizes",
     "reduce_scatter",
     "resized",
-    "sized_all_to_all",
     "split",
     "split_evenly",
 ]
@@ -157,11 +154,9 @@ def split(shape: Ints, dim: int, world: int, rank: int, sizes: Ints | None = Non
 
 
 _cached = lru_cache(maxsize=8192)  # shapes repeat in every step, and a plan takes as long as a small collective
-cached_all_gather, cached_reduce_scatter = _cached(all_gather), _cached(reduce_scatter)
-cached_all_to_all, cached_all_to_all_single = _cached(all_to_all), _cached(all_to_all_single)
+cached_all_gather = _cached(all_gather)
+cached_all_to_all_single = _cached(all_to_all_single)
 cached_split = _cached(split)
-sized_all_to_all = lru_cache(maxsize=256)(all_to_all)
-"""``all_to_all`` by split sizes, which may be new in every call and grow with the ranks: a small cache of its own."""
 
 
 def all_reduce_bytes(nbytes: int, world: int) -> int:

@@ -19,6 +19,8 @@ from tritoncomm.core.split import Split, split_by
 
 __all__ = ["Chunk", "Layout", "plan_chunks", "row_stride", "sum_pass"]
 
+WireExchange = Exchange[Pass, Pass]
+"""An exchange whose unpack sums what arrives."""
 Layout = tuple[Ints, Ints, int, Ints]
 """Shape and strides of a tensor, the dim that is split, and its size on every rank."""
 
@@ -34,7 +36,7 @@ class Chunk(NamedTuple):
 
     start: int
     size: int
-    levels: tuple[Exchange] | tuple[Exchange, Exchange]
+    levels: tuple[WireExchange] | tuple[WireExchange, WireExchange]
 
 
 class _Box(NamedTuple):
@@ -87,7 +89,7 @@ def plan_chunks(
     return result
 
 
-def _flat(pack: Pass, counts: Sequence[int], rank: int) -> Exchange:
+def _flat(pack: Pass, counts: Sequence[int], rank: int) -> WireExchange:
     """Return the exchange of a chunk from rank to rank; ``counts`` are the elements of every rank's shards."""
     own, world = counts[rank], len(counts)
     # Every rank has all counts, so all of them choose the even call.
@@ -98,7 +100,7 @@ def _flat(pack: Pass, counts: Sequence[int], rank: int) -> Exchange:
 
 def _by_nodes(
     pack: Pass, counts: Sequence[int], rank: int, between: torch.dtype, nodes: Nodes
-) -> tuple[Exchange, Exchange]:
+) -> tuple[WireExchange, WireExchange]:
     """Return the exchanges of a chunk in the node, by local rank, and of the nodes' sums between nodes."""
     of_local = [sum(counts[local :: nodes.size]) for local in range(nodes.size)]
     summed, own = of_local[nodes.local], counts[rank]

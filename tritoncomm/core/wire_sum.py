@@ -324,7 +324,6 @@ def sum_shards(
             flight = _cross(chunk, flight, group, name, asynchronous=True)
             copied += flight.copied
     own, last = out.narrow(0, chunk.start, chunk.size), chunk.levels[-1].unpack
-    assert last is not None
     copied += last.unpacked_bytes([own], accumulate)  # the span ends before the sum is made
     finish = partial(last.unpack, flight.received, [own], scale, accumulate)
     return Summed(path, copied, sent, backend.Handle(flight.work, result, finish, flight.received, flight.sent))
@@ -357,8 +356,8 @@ def _finish(
     elif flight.work is not None:
         flight.work.wait()
     last = chunk.levels[-1].unpack
-    assert last is not None
-    return copied + last.unpack(flight.received, [out.narrow(0, chunk.start, chunk.size)], scale, accumulate).copied
+    _, _, summed = last.unpack(flight.received, [out.narrow(0, chunk.start, chunk.size)], scale, accumulate)
+    return copied + summed
 
 
 def _cross(
@@ -368,9 +367,8 @@ def _cross(
     inner, outer = chunk.levels[0], chunk.levels[-1]
     if flight.work is not None:
         flight.work.wait()
-    assert inner.unpack is not None
     sums = empty(flight.received, (outer.pack.elements,), (1,), outer.pack.dtypes[0])
-    copied = inner.unpack.unpack(flight.received, [sums]).copied
+    _, _, copied = inner.unpack.unpack(flight.received, [sums])
     crossing = outer.start([sums], group, name, asynchronous=asynchronous)
     return crossing._replace(copied=copied)
 

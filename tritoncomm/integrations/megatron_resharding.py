@@ -20,6 +20,7 @@ from tritoncomm import record
 from tritoncomm.core import backend
 from tritoncomm.core.agreement import largest
 from tritoncomm.core.blocks import MOST_SEGMENTS
+from tritoncomm.core.exchange import Exchange
 from tritoncomm.core.memory import empty_on
 from tritoncomm.core.passes import whole_tensors
 from tritoncomm.core.validation import check_data
@@ -272,9 +273,8 @@ def _compare(
     sent, expected = ([_summary(each.get(peer, ())) for peer in range(group.size())] for each in (outgoing, incoming))
     device = backend.default_device(backend.cuda_backend(group))
     own = torch.tensor([sent, expected], dtype=torch.int64, device=device).transpose(0, 1).contiguous()
-    theirs = torch.empty_like(own)
     # ``[peer, 0]`` is what goes to a peer, ``[peer, 1]`` what is expected of it; from the peers, the same of theirs.
-    backend.all_to_all(theirs, own, (), (), group, _NAME)
+    theirs = Exchange(None, None, (own.shape,), (), (), 0).start((own,), group, _NAME, asynchronous=False).received
     for peer, (sends, expects) in enumerate(theirs.tolist()):
         for source, target, there, here in ((peer, rank, sends, expected[peer]), (rank, peer, sent[peer], expects)):
             if error is None and tuple(there) != tuple(here):

@@ -16,6 +16,7 @@ from tritoncomm import record
 from tritoncomm.core import backend
 from tritoncomm.core.autograd import direct
 from tritoncomm.core.blocks import Block
+from tritoncomm.core.exchange import Exchange
 from tritoncomm.core.memory import contiguous_stride, empty, share_memory
 from tritoncomm.core.ops import has_lazy, resolved
 from tritoncomm.core.passes import TablePass, takes_kernel
@@ -160,6 +161,7 @@ class Executor:
         sums: every replica of a source sends, and the receivers sum in the order of the ranks.
 
     Attributes:
+        has_grad: whether a tensor of the plan may have a gradient.
         device: kind of device that the plan is for, ``cpu`` or ``cuda``.
         is_compared: whether ranks compare each call of the plan, as one of them lacks tensors, and may guess wrongly.
     """
@@ -169,6 +171,7 @@ class Executor:
     ) -> None:
         group, ranks, position = participants
         self.items, self.grad, self.bucket_bytes = tuple(items), grad, bucket_bytes
+        self.has_grad = any(item.has_grad for item in items)
         self.is_compared = False
         self._group = None if group is None else weakref.ref(group)  # plans are cached by their group
         self.device = "cpu" if group is not None and backend.cuda_backend(group) in ("", "gloo") else "cuda"
@@ -295,7 +298,8 @@ class Executor:
         if self.transfers.is_disjoint:
             sends, receives = messages(wire, bucket.send), messages(received, bucket.recv)
             return backend.send_and_receive(sends, receives, group, name)
-        return backend.all_to_all(received, wire, bucket.recv.counts, bucket.send.counts, group, name, asynchronous)
+        exchange = Exchange(None, None, (), bucket.send.counts, bucket.recv.counts, 0)  # the plan counts the bytes
+        return exchange.start((wire,), group, name, received, asynchronous).work
 
 
 def _prepared_steps(
@@ -342,7 +346,7 @@ def _has_dense_rows(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 def apply(executor: Executor, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
     """Reshard local tensors and return the local results; autograd records the call if a gradient is wanted."""
-    if any(item.has_grad for item in executor.items) and torch.is_grad_enabled():
+    if executor.has_grad and torch.is_grad_enabled():
         return _Reshard.apply(executor, name, *tensors)
     return executor.run(tensors, None, name)
 
