@@ -207,6 +207,25 @@ def test_only_three_modules_send(path: Path) -> None:
     assert _collective_calls(_tree(path)) == []
 
 
+def _started(tree: ast.Module) -> set[str]:
+    """Collectives that a module starts by functions of ``core.backend``."""
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = [call for call in calls if isinstance(call, ast.Attribute) and ast.unparse(call.value) == "backend"]
+    return {call.attr for call in names} & {
+        "all_gather", "all_gather_list", "all_reduce", "all_to_all", "broadcast", "reduce", "reduce_scatter",
+        "reduce_scatter_list",
+    }  # fmt: skip
+
+
+def test_collectives_start_in_one_module_and_exchanges_in_another() -> None:
+    started = {path.relative_to(ROOT / "tritoncomm").as_posix(): _started(_tree(path)) for path in SOURCES}
+    starters = {name for name, collectives in started.items() if collectives}
+    # What ranks compare before a call, integers on the host, is neither.
+    assert starters == {"core/eager.py", "core/exchange.py", "core/agreement.py"}
+    assert started["core/exchange.py"] == {"all_to_all"}
+    assert started["core/agreement.py"] == {"all_gather", "all_reduce"}
+
+
 def test_a_stray_collective_is_seen() -> None:
     assert _collective_calls(ast.parse("import torch.distributed as dist\ndist.all_reduce(x)"))
     assert _collective_calls(ast.parse("group.allreduce([x], o).wait()"))

@@ -72,8 +72,8 @@ MUTATIONS = (
         "row, run = math.prod(shape[:dim]), shape[dim] * inner, shape[dim] // world * inner", "tests/core/test_ops.py",
     ),
     Mutation(
-        "send and receive counts are exchanged", "tritoncomm/core/eager.py",
-        "planned.recv_counts, planned.send_counts", "planned.send_counts, planned.recv_counts",
+        "send and receive counts are exchanged", "tritoncomm/core/exchange.py",
+        "self.recv_counts, self.send_counts", "self.send_counts, self.recv_counts",
         "tests/mappings/test_mappings.py",
     ),
     Mutation(

@@ -14,15 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from tritoncomm.core import backend, eager, wire_sum
+from tritoncomm.core import eager, wire_sum
 from tritoncomm.core.autograd import outside_graphs, without_graph
 from tritoncomm.core.backend import Handle
 from tritoncomm.core.call import enter
 from tritoncomm.core.fused import plan_fused
 from tritoncomm.core.node_exchange import Levels
-from tritoncomm.core.ops import resolved
 from tritoncomm.core.plan import normalize_sizes
-from tritoncomm.core.validation import check_input, checked_dim, rank_in
+from tritoncomm.core.validation import check_input, checked_dim
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.groups import group_for
 from tritoncomm.record import Span
@@ -46,6 +45,7 @@ _all_gather_outside = outside_graphs(eager.all_gather)
 _reduce_scatter_outside = outside_graphs(eager.reduce_scatter)
 _all_reduce_outside = outside_graphs(eager.all_reduce)
 _all_to_all_outside = outside_graphs(eager.all_to_all_single)
+_rooted_outside = outside_graphs(eager.rooted)
 
 
 def _checked(tensor: Any, parallel_mode: Any, name: str) -> dist.ProcessGroup:
@@ -210,25 +210,10 @@ def reduce(tensor: Tensor, dst: int, parallel_mode: Any, op: Any = ReduceOp.SUM,
     return _rooted("reduce", tensor, dst, parallel_mode, op, async_op)
 
 
-@outside_graphs
-def _rooted(name: str, tensor: Tensor, root: int, parallel_mode: Any, op: Any, async_op: bool) -> Any:
+def _rooted(name: Any, tensor: Tensor, root: int, parallel_mode: Any, op: Any, async_op: bool) -> Any:
     """Run ``reduce`` into, or ``broadcast`` (``op`` None) from, global rank ``root``, and return its result."""
     group = _checked(tensor, parallel_mode, name)
-    group_root = rank_in(group, root, name)
-    span = enter(name, name, group, tensor, (root, op))
-    if span is None:
-        return (tensor, None) if async_op else tensor
-    out = resolved(_own_or_detached(tensor)).contiguous()
-    copied = 0 if out is tensor else 2 * tensor.nbytes
-    if name == "reduce":
-        backend.check_op(op, out, group, name)
-        work = backend.reduce(out, group_root, op, group, name, async_op)
-    else:
-        work = backend.broadcast(out, group_root, group, name, async_op)
-    # A broadcast is sent by its root, a reduce by every other rank.
-    is_sender = (group.rank() == group_root) is (name == "broadcast")
-    span.end("torch" if copied else "view", copied, out.nbytes if is_sender else 0)
-    return (out, Handle(work, out, None)) if async_op else out
+    return _rooted_outside(_own_or_detached(tensor), root, group, name, op, async_op)
 
 
 def all_to_all(
@@ -342,10 +327,7 @@ def _split_reduce_scatter(
     wire, path, copied = planned.pack.pack(many, scale=scale)
     summed = wire
     if collective is not None:
-        backend.check_op(ReduceOp.SUM, wire, group, name)
-        summed = wire.new_empty(wire.numel() // world)
-        op = backend.op_of(ReduceOp.SUM, wire.dtype)
-        backend.reduce_scatter(backend.carrier(summed), backend.carrier(wire), op, group, name)
+        summed = eager.sum_wire(wire, group, name)
     span.end(path, copied, wire.nbytes * (world - 1) // world)
     results = []
     for start, stop, shape, dim, size in planned.shards:

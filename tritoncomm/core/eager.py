@@ -6,8 +6,9 @@ instead. ``op`` is a ``ReduceOp``.
 """
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,17 +32,31 @@ from tritoncomm.core.plan import (
     located,
 )
 from tritoncomm.core.split import split_by
+from tritoncomm.core.validation import rank_in
 from tritoncomm.errors import CommError
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "all_to_all_single", "reduce_scatter", "split"]
+__all__ = [
+    "all_gather", "all_reduce", "all_to_all", "all_to_all_single", "gather_parts", "reduce_scatter", "rooted", "split",
+    "sum_wire",
+]  # fmt: skip
 
 _SUM = ReduceOp.SUM
 
 
 def all_gather(
-    x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str, asynchronous: bool = False
+    x: Tensor,
+    dim: int,
+    group: ProcessGroup,
+    sizes: Ints | None,
+    name: str,
+    asynchronous: bool = False,
+    allocate: Callable[[Ints, torch.dtype], Tensor] | None = None,
 ) -> Any:
-    """Concatenate the ranks' tensors along ``dim``."""
+    """Concatenate the ranks' tensors along ``dim``.
+
+    Args:
+        allocate: returns memory for what arrives, contiguous and of this shape; new memory by default.
+    """
     if is_compiling():
         return compiled.traced(all_gather, compiled.all_gather, name)(x, dim, group, sizes, name)
     span = enter(name, "all_gather", group, x, (dim, sizes))
@@ -58,7 +73,7 @@ def all_gather(
     if span is None:  # only now, as a wrong list is wrong on one rank, too
         return (x, None) if asynchronous else x
     x, copied = ops.contiguous(x)
-    wire = empty(x, shape, contiguous_stride(shape), x.dtype)
+    wire = empty(x, shape, contiguous_stride(shape), x.dtype) if allocate is None else allocate(shape, x.dtype)
     if sizes is not None:
         parts = list(wire.view(-1).split(planned.recv_counts))
         work = backend.all_gather_list(parts, x.view(-1), group, name, asynchronous)
@@ -229,6 +244,44 @@ def all_reduce(
         work = backend.all_reduce(out, op, group, name, asynchronous)
     span.end(path, copied, all_reduce_bytes(size, span.world))
     return (out, Handle(work, out, None)) if asynchronous else out
+
+
+def rooted(
+    x: Tensor, root: int, group: ProcessGroup, name: Literal["broadcast", "reduce"], op: Any, asynchronous: bool
+) -> Any:
+    """Broadcast ``x`` from global rank ``root``, or reduce it into that rank by ``op``; in place if contiguous."""
+    group_root = rank_in(group, root, name)
+    span = enter(name, name, group, x, (root, op))
+    if span is None:
+        return (x, None) if asynchronous else x
+    out = ops.resolved(x).contiguous()
+    copied = 0 if out is x else 2 * x.nbytes
+    if name == "reduce":
+        backend.check_op(op, out, group, name)
+        work = backend.reduce(out, group_root, op, group, name, asynchronous)
+    else:
+        work = backend.broadcast(out, group_root, group, name, asynchronous)
+    # A broadcast is sent by its root, a reduce by every other rank.
+    is_sender = (group.rank() == group_root) is (name == "broadcast")
+    span.end("torch" if copied else "view", copied, out.nbytes if is_sender else 0)
+    return (out, Handle(work, out, None)) if asynchronous else out
+
+
+def sum_wire(wire: Tensor, group: ProcessGroup, name: str) -> Tensor:
+    """Sum the ranks' flat wires, and return this rank's part of the elements; the caller reports and counts."""
+    backend.check_op(_SUM, wire, group, name)
+    out = wire.new_empty(wire.numel() // group.size())
+    op = backend.op_of(_SUM, wire.dtype)
+    backend.reduce_scatter(backend.carrier(out), backend.carrier(wire), op, group, name)
+    return out
+
+
+def gather_parts(wire: Tensor, part: Tensor, sizes: Ints, group: ProcessGroup, name: str) -> None:
+    """Gather parts of these sizes into a flat wire; the caller reports and counts."""
+    if len(set(sizes)) == 1:
+        backend.all_gather(wire, part, group, name)
+    else:
+        backend.all_gather_list(list(wire.split(sizes)), part, group, name)
 
 
 def all_to_all_single(

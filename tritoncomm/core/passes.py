@@ -26,6 +26,7 @@ from tritoncomm.record import CopyPath
 __all__ = ["Pass", "TablePass", "WrittenBox", "takes_kernel", "whole_tensors"]
 
 _IN_ORDER = 4  # number of parts that torch.sum adds in order; of more parts it sums some first
+_BUFFERS = 16  # a pass by torch with a scale needs a buffer, of so large a part of a block
 _ARITHMETIC = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -210,10 +211,9 @@ class Pass:
             x = x.as_strided(block.size, block.stride, x.storage_offset() + block.offset)
             copied += x.nbytes
             wide = wide_type("pack", x.dtype, dtype, scale is not None)
-            if scale is not None:
-                torch_path.put(place, [x], scale, wide)
-            elif wide is torch.float64 and dtype.itemsize == 2:  # through fp32, as kernels round; one buffer at a time
-                place.copy_(x.float())
+            if scale is not None or (wide is torch.float64 and dtype.itemsize == 2):  # through fp32, as kernels round
+                for part, source in zip(place.chunk(_BUFFERS), x.chunk(_BUFFERS), strict=True):
+                    torch_path.put(part, [source], scale, wide)
             else:
                 sources.append(x)
                 places.append(place)

@@ -24,7 +24,6 @@ __all__ = [
     "all_reduce_bytes",
     "all_to_all",
     "all_to_all_single",
-    "cached_all_gather",
     "cached_all_to_all_single",
     "cached_split",
     "check_split_sizes",
@@ -154,7 +153,6 @@ def split(shape: Ints, dim: int, world: int, rank: int, sizes: Ints | None = Non
 
 
 _cached = lru_cache(maxsize=8192)  # shapes repeat in every step, and a plan takes as long as a small collective
-cached_all_gather = _cached(all_gather)
 cached_all_to_all_single = _cached(all_to_all_single)
 cached_split = _cached(split)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from tritoncomm.core import backend, ops
+from tritoncomm.core import backend, eager, ops
 from tritoncomm.core.autograd import outside_graphs
 from tritoncomm.core.call import enter
 from tritoncomm.core.exchange import StartedExchange
@@ -202,10 +202,8 @@ def all_reduce(
     path, copied, sent, _ = _sum([flat], [(0, sizes)], part, group, name, wire, factor)
     if world == 1:
         flat.copy_(part)
-    elif len(set(sizes)) == 1:
-        backend.all_gather(flat, part, group, name)
     else:
-        backend.all_gather_list(list(flat.split(sizes)), part, group, name)
+        eager.gather_parts(flat, part, sizes, group, name)
     span.end(path, made + copied, sent + part.nbytes * (world - 1))
     if out is tensor:
         torch.autograd.graph.increment_version(out)

@@ -20,11 +20,10 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.nn import Parameter
 
 from tritoncomm import mappings
-from tritoncomm.core import backend, eager, ops, wire_sum
+from tritoncomm.core import eager, wire_sum
 from tritoncomm.core.autograd import direct
-from tritoncomm.core.call import enter
-from tritoncomm.core.plan import cached_all_gather, located
-from tritoncomm.errors import ArgumentError, ShapeError
+from tritoncomm.core.plan import Ints
+from tritoncomm.errors import ArgumentError
 from tritoncomm.mappings.tensor_parallel import copy_to, reduce_from
 
 __all__ = [
@@ -51,22 +50,13 @@ _matmul = torch.nn.functional.linear  # without bias: one call instead of `t` an
 _is_autocast = torch._C._is_any_autocast_enabled
 
 
-def _all_gather(
-    x: Tensor, group: ProcessGroup, buffers: Buffers, name: str, asynchronous: bool
-) -> tuple[Tensor, backend.Work, Tensor]:
-    """All-gather dim 0 into Megatron's global memory buffer; return (result, work, contiguous input that is sent)."""
-    span = enter(name, "all_gather", group, x, (0, None))  # the dim, and no split sizes
-    if span is None:
-        return x, None, x
-    try:
-        plan = cached_all_gather(x.shape, x.itemsize, 0, span.world, 0)  # dim 0; an even plan is that of any rank
-    except ShapeError as error:
-        raise located(error, x.shape, name, group) from None
-    x, copied = ops.contiguous(x)
-    out = buffers().get_tensor(plan.shape, x.dtype, "mpu")  # Megatron's name for this buffer, which calls share
-    work = backend.all_gather(out, x, group, name, asynchronous)
-    span.end("torch" if copied else "view", copied, plan.bytes_sent)
-    return out, work, x
+def _all_gather(x: Tensor, group: ProcessGroup, buffers: Buffers, name: str, asynchronous: bool) -> Any:
+    """All-gather dim 0 into Megatron's global memory buffer: ``eager.all_gather``."""
+
+    def shared(shape: Ints, dtype: torch.dtype) -> Tensor:
+        return buffers().get_tensor(shape, dtype, "mpu")  # Megatron's name for this buffer, which calls share
+
+    return eager.all_gather(x, 0, group, None, name, asynchronous, shared)
 
 
 @direct
@@ -109,7 +99,7 @@ def _product(
     elif is_compiling():
         out = _matmul(eager.all_gather(x, 0, group, None, _LINEAR), weight)
     else:
-        out = _matmul(_all_gather(x, group, buffers, _LINEAR, asynchronous=False)[0], weight)
+        out = _matmul(_all_gather(x, group, buffers, _LINEAR, asynchronous=False), weight)
     return out if bias is None else out + bias  # not the fused sum of `linear`, which rounds once
 
 
@@ -124,8 +114,7 @@ def _gradients(x: Tensor, weight: Tensor, grad: Tensor, options: Options) -> tup
     if buffers is not None:
         # Order matters: the all-gather starts before the product for the input's gradient, and the reduction of that
         # gradient before the product for the weight's. Each collective runs beside a product that does not need it.
-        # `_sent` lives until the all-gather ends.
-        x, gathering, _sent = _all_gather(x, group, buffers, name, asynchronous=True)
+        x, gathering = _all_gather(x, group, buffers, name, asynchronous=True)
         grad_x = grad.matmul(weight)
         if gathering is not None:
             gathering.wait()
