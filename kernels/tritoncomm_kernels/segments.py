@@ -299,21 +299,24 @@ def checked_segments(
 
 @lru_cache(maxsize=1024)
 def checked_copies(name: str, copies: Copies, layouts: Layouts) -> CheckedSegments:
-    """Check that the table fits these tensors and targets, which take turns after a first layout."""
+    """Check that the table fits tensors and their targets.
+
+    Args:
+        layouts: of a tensor and its target in turns, behind that of the wire, which copies do not have: any layout.
+    """
     _check_memory(name, layouts)
-    # Position 0 of the layouts, the wire's in other calls, repeats the last target.
     sources, targets = layouts.dtypes[1::2], layouts.dtypes[2::2]
     if len(sources) != len(copies.dtypes) or targets != copies.dtypes:
         raise ValueError(f"{name}: tensors of {sources} to {targets} for a table of {copies.dtypes}")
     wides: list[torch.dtype | None] = []
     copied = 0
     for segment, (_, end) in zip(copies.segments, copies.spans, strict=True):
-        tensor, target = (layouts.extent(1 + 2 * segment.tensor + side) for side in (0, 1))
-        if _end(segment) > tensor or end > target * copies.itemsize(segment.tensor):
-            raise ValueError(f"{name}: {segment} ends beyond the {tensor} elements of its tensor, or {target} there")
-        pair = sources[segment.tensor], targets[segment.tensor]
-        wides.append(wide_type(name, *pair, scaled=False, summed=False))
-        copied += segment.rows * segment.row * (pair[0].itemsize + pair[1].itemsize)
+        i = segment.tensor
+        size, target_size = layouts.extent(1 + 2 * i), layouts.extent(2 + 2 * i)  # elements
+        if _end(segment) > size or end > target_size * copies.itemsize(i):
+            raise ValueError(f"{name}: {segment} ends beyond the {size} elements of its tensor, or {target_size} there")
+        wides.append(wide_type(name, sources[i], targets[i], scaled=False, summed=False))
+        copied += segment.rows * segment.row * (sources[i].itemsize + targets[i].itemsize)
     return CheckedSegments(copies.segments, {}, tuple(wides), copied, copies)
 
 

@@ -44,7 +44,7 @@ class _Box(NamedTuple):
 
     Attributes:
         start, size: of the box in the outer dims.
-        columns: of every rank the first column of its shard, and the number of columns.
+        columns: for every rank the first of these columns of its shard, and their number.
     """
 
     tensor: int
@@ -129,22 +129,30 @@ def _boxes(splits: Sequence[Split], most: int) -> Iterator[tuple[_Box, int]]:
     They follow from the shapes alone: ranks may have other strides.
     """
     for i, split in enumerate(splits):
-        lead = split.shape[: split.dim] or (1,)
-        if not split.row or 0 in lead:
+        outer = split.shape[: split.dim] or (1,)
+        if not split.row or 0 in outer:
             continue
-        # The outermost dim whose index has few enough elements; all dims before it are walked one by one.
-        inner = [math.prod(lead[d + 1 :]) * split.row for d in range(len(lead))]
-        depth = next((d for d, elements in enumerate(inner) if elements <= most), len(lead) - 1)
-        rows = max(most // inner[depth], 1)
-        cuts = -(-split.row // most) if inner[depth] > most else 1  # one row is too much: its columns are cut
-        for index in itertools.product(*map(range, lead[:depth])):
-            for first in range(0, lead[depth], rows):
-                size = (*(1 for _ in index), min(rows, lead[depth] - first), *lead[depth + 1 :])
-                start = (*index, first, *(0 for _ in lead[depth + 1 :]))
-                for cut in range(cuts):
-                    edges = [(n * cut // cuts, n * (cut + 1) // cuts) for n in split.lengths or ()]
-                    columns = tuple([(low, high - low) for low, high in edges])
-                    yield _Box(i, start, size, columns), math.prod(size) * sum(n for _, n in columns)
+        cuts = -(-split.row // most)  # 1, except where one row is too much: then its columns are cut
+        for start, size in _outer_boxes(outer, max(most // split.row, 1)):
+            for cut in range(cuts):
+                edges = [(n * cut // cuts, n * (cut + 1) // cuts) for n in split.lengths or ()]
+                columns = tuple([(low, high - low) for low, high in edges])
+                yield _Box(i, start, size, columns), math.prod(size) * sum(n for _, n in columns)
+
+
+def _outer_boxes(outer: Ints, limit: int) -> Iterator[tuple[Ints, Ints]]:
+    """Yield start and size of boxes that cover dims of these sizes, of at most ``limit`` indices, in row-major order.
+
+    Example:
+        ``(2, 5)`` in boxes of 3 has the starts (0, 0), (0, 3), (1, 0), (1, 3).
+    """
+    counts = [math.prod(outer[d + 1 :]) for d in range(len(outer))]  # indices of the dims behind each dim
+    depth = next(d for d, count in enumerate(counts) if count <= limit)  # the outermost dim that boxes cut
+    rows = limit // counts[depth]
+    for index in itertools.product(*map(range, outer[:depth])):
+        for first in range(0, outer[depth], rows):
+            start = (*index, first, *(0 for _ in outer[depth + 1 :]))
+            yield start, (*(1 for _ in index), min(rows, outer[depth] - first), *outer[depth + 1 :])
 
 
 @lru_cache(maxsize=4096)
@@ -161,14 +169,14 @@ def _blocks(splits: Sequence[Split], boxes: Sequence[_Box], order: Sequence[int]
     blocks, wire = [], 0
     for rank in order:
         for box in boxes:
-            split, (column, count) = splits[box.tensor], box.columns[rank]
-            inner_stride = row_stride(split.shape, split.stride, split.dim)
-            assert inner_stride is not None
-            outer = split.stride[: split.dim] or (0,)
-            offset = sum(index * step for index, step in zip(box.start, outer, strict=True))
-            offset += (sum((split.lengths or ())[:rank]) + column) * inner_stride
+            split, (first, count) = splits[box.tensor], box.columns[rank]
+            step = row_stride(split.shape, split.stride, split.dim)
+            assert step is not None  # of one column; callers have made other tensors contiguous
+            column = sum((split.lengths or ())[:rank]) + first
+            stride = (*(split.stride[: split.dim] or (0,)), step)
+            offset = sum(index * apart for index, apart in zip((*box.start, column), stride, strict=True))
             size = (*box.size, count)
-            blocks.append(Block(box.tensor, size, (*outer, inner_stride), offset, wire, contiguous_stride(size)))
+            blocks.append(Block(box.tensor, size, stride, offset, wire, contiguous_stride(size)))
             wire += math.prod(size) * itemsize
     return _merged(blocks, itemsize)
 

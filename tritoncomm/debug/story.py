@@ -157,21 +157,23 @@ def _shortened(lines: Sequence[str], count: int, indent: str = "") -> list[str]:
 
 
 def _missing_call(group: str, ranks: Sequence[int], holders: Sequence[Record], records: Sequence[Record]) -> str:
-    """Name the ranks that made fewer calls over a group than the others, where the first missing call ended elsewhere.
+    """Name the ranks that did not make the first call that not all made, where others have left it; else "".
 
-    ``ranks`` are empty where they are not known; ``holders`` are records of these ranks with calls over the group.
+    Args:
+        ranks: of the group; empty where they are not known.
+        holders: records of these ranks with calls over the group.
     """
-    # Pipeline stages make different numbers of steps, so groups with p2p steps are left out; their hash is the one of
-    # ``fields_compared`` in ``trace._summary``.
-    hop = hash(repr({"kind": "hop"}))
-    if any(hop in each.hashes[group].compared for each in holders):
+    if any(group in each.hops for each in holders):  # stages of a pipeline make different numbers of p2p steps
         return ""
     members = [each for each in records if each.rank in ranks] or holders
     count = min(each.count(group) for each in members) + 1
     issuer = next((each for each in holders if count in each.hashes[group].counts), None)
-    # A call that has ended was asynchronous, so no rank is in it. A rank in a call has a line of its own.
-    if issuer is None or not (call := issuer.calls[group][count])["end"]:
+    if issuer is None:
         return ""
+    call = issuer.calls[group][count]
+    if not call["end"]:  # a rank is in the call, which has a line of its own
+        return ""
+    # The call was asynchronous, as it ended without the other ranks.
     behind = [each.rank for each in members if each.count(group) < count and not each.is_before(call)]
     where = f"did not join {_with_group(call, issuer)}, which rank {issuer.rank} issued"
     return f"{named_ranks(behind)} {where}" if behind else ""

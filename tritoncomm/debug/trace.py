@@ -84,6 +84,7 @@ class Record:
         start: time of the earliest start of a call; 0 without calls.
         current: the call that the rank was in, or failed in, when it wrote the record; None if it was in none.
         issued: the call that issued the oldest collective that the device has not completed; None if there is none.
+        hops: names of the groups over which there were p2p steps.
         peers: ranks with which this one exchanged messages, by the name of the group.
         is_explained: whether the uncaught error that ended the rank is the error of one of its calls.
     """
@@ -95,6 +96,7 @@ class Record:
     start: int = 0
     current: Call | None = None
     issued: Call | None = None
+    hops: set[str] = field(default_factory=set)
     peers: dict[str, set[int]] = field(default_factory=dict)
     is_explained: bool = False
 
@@ -167,6 +169,8 @@ def _summary(path: Path, data: dict[str, Any], load: Callable[[Path], Calls]) ->
         values = call["count"], hash(repr(fields_compared(call))), hash(with_line(call))
         for column, value in zip(columns, values, strict=True):
             column.append(value)
+        if call["kind"] == "hop":
+            record.hops.add(call["group"])
         for _, peer, _ in transfers(call, record.rank):
             record.peers.setdefault(call["group"], set()).add(peer)
     running = [call for call in calls if not call["end"] and not call["error"]]  # of any thread
