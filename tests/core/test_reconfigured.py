@@ -13,7 +13,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tritoncomm import GroupError, collective, mappings
-from tritoncomm.core import validation
+from tritoncomm.core import call, validation
 from tritoncomm.core.validation import PerGroup, ranks_of, world_of
 from tritoncomm.debug import check
 from tritoncomm.p2p.neighbours import Neighbours
@@ -25,7 +25,8 @@ T = torch.ones
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroup]:
     """Four ranks that move nothing, seen from the first; their group can change in place."""
-    monkeypatch.setattr(validation, "_changes_in_place", True)
+    for module in (validation, call):
+        monkeypatch.setattr(module, "keeps_size", False)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         made = dist.group.WORLD

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tritoncomm.core.validation import check_input, world_of
+from tritoncomm.core.validation import check_input, keeps_size, members, world_of
 from tritoncomm.record import Span, hooks
 
 __all__ = ["enter", "world_of_one"]
@@ -21,7 +21,8 @@ def enter(
         kind: key of ``tritoncomm.debug.descriptor.KINDS``; ``arguments`` are in the order of that kind.
         x: tensor to check; the caller checks a sequence of tensors itself.
     """
-    world = world_of(group, name)
+    # What ``world_of`` does for a group that torch knows, which takes a tenth of a microsecond more as a call.
+    world = len(members[group]) if keeps_size and group in members else world_of(group, name)
     if world == 1:
         return None
     if hooks.observer is not None:  # not by ``hooks.begin``: one more call would take 0.1 us

@@ -28,10 +28,10 @@ from tritoncomm.core.plan import (
     all_equal,
     all_reduce_bytes,
     cached_all_to_all_single,
+    cached_reduce_scatter,
     cached_split,
     located,
 )
-from tritoncomm.core.split import split_by
 from tritoncomm.core.validation import rank_in
 from tritoncomm.errors import CommError
 
@@ -107,7 +107,7 @@ def _plan_gather(shape: Ints, itemsize: int, dim: int, world: int, rank: int = 0
     planned = plan.all_gather(shape, itemsize, dim, world, rank, sizes)
     if planned.in_order:
         return _Gather(planned, None, planned.shape)
-    unpack = SplitPass(split_by(planned.shape, None, dim, world, sizes))
+    unpack = ops.split_pass(planned.shape, None, dim, world, sizes)
     # Gloo wants the ranks in dim 0.
     wire = (math.prod(planned.shape),) if sizes is not None else plan.resized(shape, 0, world * shape[0])
     return _Gather(planned, unpack, wire)
@@ -136,9 +136,9 @@ def reduce_scatter(
     world = world_of_one(x, name) if span is None else span.world
     try:
         if sizes is None or (x.dim() and all_equal(sizes, world, x.shape[dim] // world)):
-            sizes, (planned, pack) = None, _even_scatter(x.shape, x.stride(), x.itemsize, dim, world)
+            sizes, planned = None, cached_reduce_scatter(x.shape, x.itemsize, dim, world, 0)
         else:
-            planned, pack = _plan_scatter(x.shape, x.stride(), x.itemsize, dim, world, group.rank(), sizes)
+            planned = plan.reduce_scatter(x.shape, x.itemsize, dim, world, group.rank(), sizes)
     except CommError as error:
         raise located(error, x.shape, name, group) from None
     if span is None:
@@ -146,11 +146,11 @@ def reduce_scatter(
     is_special = x.dtype in backend.not_summed
     if is_special:
         backend.check_op(op, x, group, name)
-    if pack is None:
+    if planned.in_order and sizes is None:
         wire, copied = ops.contiguous(x)
         path = "torch" if copied else "view"
     else:
-        wire, path, copied = pack.pack((x,))
+        wire, path, copied = ops.pack(x, dim, world, sizes)
     out = empty(x, planned.shape, contiguous_stride(planned.shape), x.dtype)
     if sizes is not None:
         parts = list(wire.split(planned.send_counts))
@@ -162,25 +162,6 @@ def reduce_scatter(
         work = backend.reduce_scatter(out, wire, op, group, name, asynchronous)
     span.end(path, copied, planned.bytes_sent)
     return (out, Handle(work, out, None, wire)) if asynchronous else out
-
-
-class _Scatter(NamedTuple):
-    """Plan of a reduce-scatter, and the pass before it; None where the contiguous tensor is in order."""
-
-    plan: CollectivePlan
-    pack: SplitPass | None
-
-
-def _plan_scatter(
-    shape: Ints, stride: Ints, itemsize: int, dim: int, world: int, rank: int = 0, sizes: Ints | None = None
-) -> _Scatter:
-    """Plan ``reduce_scatter``; an even plan is that of any rank."""
-    planned = plan.reduce_scatter(shape, itemsize, dim, world, rank, sizes)
-    in_order = planned.in_order and sizes is None
-    return _Scatter(planned, None if in_order else SplitPass(split_by(shape, stride, dim, world, sizes)))
-
-
-_even_scatter = lru_cache(maxsize=8192)(_plan_scatter)
 
 
 def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
@@ -392,10 +373,9 @@ def _plan_exchange(
     planned = plan.all_to_all(shape, itemsize, scatter_dim, gather_dim, world, rank, scatter_sizes, gather_sizes)
     unpack = None
     if not planned.in_order:
-        gathered = split_by(planned.shape, None, gather_dim, world, planned.recv_sizes or None)
-        unpack = SplitPass(gathered)
+        unpack = ops.split_pass(planned.shape, None, gather_dim, world, planned.recv_sizes or None)
     return Exchange(
-        SplitPass(split_by(shape, stride, scatter_dim, world, planned.send_sizes or None)),
+        ops.split_pass(shape, stride, scatter_dim, world, planned.send_sizes or None),
         unpack,
         (planned.shape if target is None or unpack is not None else target,),
         planned.send_counts,

@@ -20,9 +20,8 @@ from tritoncomm import launchers, variables
 from tritoncomm.core import backend
 from tritoncomm.core.exchange import Exchange
 from tritoncomm.core.memory import contiguous_stride, empty
-from tritoncomm.core.ops import SplitPass, contiguous
+from tritoncomm.core.ops import SplitPass, contiguous, split_pass
 from tritoncomm.core.plan import CollectivePlan, Ints
-from tritoncomm.core.split import split_of
 from tritoncomm.core.validation import ranks_of
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.record import Span
@@ -143,7 +142,7 @@ def _even_levels(
     rows = nodes.across([size * chunk] * count)
     first = Exchange(None, None, (shape,), rows, rows, (count - 1) * size * chunk * row * itemsize)
     # The pack brings [node][local] of the rows in the middle to [local][node], and the unpack brings them back.
-    turn = SplitPass(split_of((count, size, chunk * row), None, 1, size))
+    turn = split_pass((count, size, chunk * row), None, 1, size, None)
     counts = nodes.inside([count * chunk * row] * size)
     return first, Exchange(turn, turn, (shape,), counts, counts, (size - 1) * count * chunk * row * itemsize)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Passed", "Results", "SplitPass", "contiguous", "forced_path", "has_lazy", "pack", "pack_into", "path", "path_for",
-    "reduce", "resolved", "unpack",
+    "reduce", "resolved", "split_pass", "unpack",
 ]  # fmt: skip
 
 Passed = tuple[Tensor, CopyPath, int]
@@ -146,6 +147,15 @@ class SplitPass(NamedTuple):
         return [out], *_unpack_into(out, wire, split, None, False)
 
 
+_even_pass = lru_cache(maxsize=8192)(lambda *layout: SplitPass(split_of(*layout)))
+
+
+def split_pass(shape: Ints, stride: Ints | None, dim: int, world: int, sizes: Ints | None) -> SplitPass:
+    """Return the pass of a tensor of this shape and stride (None: contiguous), split as ``pack`` splits."""
+    layout = shape, stride, dim, world
+    return _even_pass(*layout) if sizes is None else SplitPass(split_by(*layout, sizes))
+
+
 def pack(
     x: Tensor,
     dim: int,
@@ -174,12 +184,12 @@ def pack(
 
     Traffic: reads ``x`` once, writes the wire once.
     """
-    x = resolved(x)
-    layout = x.shape, x.stride(), dim, world
-    split = split_of(*layout) if sizes is None else split_by(*layout, sizes)
+    if x.is_neg() or x.is_conj():
+        x = resolved(x)
+    over = split_pass(x.shape, x.stride(), dim, world, sizes)
     if scale is None and out is None and (dtype is None or dtype is x.dtype):
-        return SplitPass(split).pack((x,))
-    _range = record.profiler_range("pack")
+        return over.pack((x,))
+    split, _range = over.split, record.profiler_range("pack")
     wire = x.new_empty(split.wire_shape, dtype=dtype) if out is None else out
     return wire, *_pack_into(wire, x, split, scale)
 
@@ -244,12 +254,11 @@ def unpack(
 
     Traffic: reads the wire once, writes the result once, and reads it too when accumulating.
     """
-    layout = tuple(shape), None if out is None else out.stride(), dim, world
-    split = split_of(*layout) if sizes is None else split_by(*layout, sizes)
+    over = split_pass(tuple(shape), None if out is None else out.stride(), dim, world, sizes)
     if out is None and scale is None and (dtype is None or dtype is wire.dtype):
-        (out,), path, copied = SplitPass(split).results(wire)
+        (out,), path, copied = over.results(wire)
         return out, path, copied
-    _range = record.profiler_range("unpack")
+    split, _range = over.split, record.profiler_range("unpack")
     if out is None:
         out = wire.new_empty(split.shape, dtype=dtype)
     return out, *_unpack_into(out, wire, split, scale, accumulate)

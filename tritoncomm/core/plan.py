@@ -25,6 +25,7 @@ __all__ = [
     "all_to_all",
     "all_to_all_single",
     "cached_all_to_all_single",
+    "cached_reduce_scatter",
     "cached_split",
     "check_split_sizes",
     "chunk_sizes",
@@ -153,6 +154,7 @@ def split(shape: Ints, dim: int, world: int, rank: int, sizes: Ints | None = Non
 
 
 _cached = lru_cache(maxsize=8192)  # shapes repeat in every step, and a plan takes as long as a small collective
+cached_reduce_scatter = _cached(reduce_scatter)
 cached_all_to_all_single = _cached(all_to_all_single)
 cached_split = _cached(split)
 

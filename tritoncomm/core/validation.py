@@ -24,6 +24,7 @@ __all__ = [
     "check_kind",
     "checked_dim",
     "checked_ints",
+    "keeps_size",
     "members",
     "rank_in",
     "ranks_of",
@@ -39,7 +40,8 @@ _modes = torch._C._len_torch_dispatch_stack
 _MOST = 2**62
 members: dict[ProcessGroup, Any] = getattr(distributed_c10d, "_pg_group_ranks", {})
 """torch's table of the groups that exist. ``len`` of an entry is the number of ranks, faster than ``group.size()``."""
-_changes_in_place = hasattr(ProcessGroup, "reconfigure")  # torch 2.14 and newer
+keeps_size = not hasattr(ProcessGroup, "reconfigure")
+"""Whether a group keeps its ranks: before torch 2.14."""
 _Value = TypeVar("_Value")
 
 
@@ -73,7 +75,7 @@ class PerGroup(Generic[_Value]):
 
 def state_of(group: ProcessGroup) -> tuple[int, int] | None:
     """Return (size, own rank) of ``group`` on torch releases that change them in place, 2.14 and newer; else None."""
-    return (group.size(), group.rank()) if _changes_in_place else None
+    return None if keeps_size else (group.size(), group.rank())
 
 
 def check_input(x: Tensor, name: str) -> None:
@@ -133,7 +135,7 @@ def checked_ints(values: Any, what: str) -> tuple[int, ...]:
 def world_of(group: ProcessGroup, name: str) -> int:
     """Return the number of ranks of ``group``; reject a destroyed one."""
     if group in members:
-        return group.size() if _changes_in_place else len(members[group])
+        return len(members[group]) if keeps_size else group.size()
     if group in distributed_c10d._world.pg_map:  # where ranks are threads, each thread has a table of its own
         return group.size()
     try:
@@ -171,7 +173,7 @@ def rank_in(group: ProcessGroup, global_rank: Any, name: str) -> int:
 def _check_ranks(group: ProcessGroup, name: str) -> None:
     """Reject a group that was destroyed, or reconfigured so that torch's table has its global ranks of before."""
     world_of(group, name)
-    if _changes_in_place and group in members:
+    if not keeps_size and group in members:
         rank, size = group.rank(), group.size()
         if size != len(members[group]) or members[group].get(dist.get_rank()) != rank:
             raise GroupError(
