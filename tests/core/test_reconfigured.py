@@ -79,24 +79,24 @@ def test_global_ranks_that_torch_does_not_know_are_refused(
         "reshard": lambda: reshard(T(1, 8), before, after, group=group),
     }
     first = calls["p2p"]()
-    for call in calls.values():
-        call()
+    for made in calls.values():
+        made()
     assert calls["p2p"]() is first
     assert ranks_of(group, "f") == [0, 1, 2, 3]
     reconfigure(monkeypatch, 2)
-    for name, call in calls.items():
+    for name, made in calls.items():
         with pytest.raises(GroupError, match=f"{name}: the process group .* was reconfigured to 2 ranks"):
-            call()
+            made()
 
 
 def test_check_mode_begins_anew(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    call: Any = check.Call(1, "f", "all_reduce", group.group_name, None, None, (), None, 0, 0, 0)
-    member = check._member_of(group, call)
-    assert check._member_of(group, call) is member
+    noted: Any = check.Call(1, "f", "all_reduce", group.group_name, None, None, (), None, 0, 0, 0)
+    member = check._member_of(group, noted)
+    assert check._member_of(group, noted) is member
     monkeypatch.setattr(validation, "ranks_of", lambda *_: [0, 1])
     monkeypatch.setattr(check, "ranks_of", lambda *_: [0, 1])
     reconfigure(monkeypatch, 2)
-    again = check._member_of(group, call)
+    again = check._member_of(group, noted)
     assert again is not member
     assert again.ranks == [0, 1]
 

@@ -405,7 +405,7 @@ def outs_that_cannot_be_written_are_rejected(group: TorchGroup) -> None:
 
 
 @pytest.mark.ranks(1, 2, pytest.param(4, marks=pytest.mark.slow))
-def test_second_calls(group: TorchGroup) -> None:
+def test_reused_plans(group: TorchGroup) -> None:
     run_cases(case, group)
 
 

@@ -485,5 +485,5 @@ def wrong_outs_are_rejected(group: TorchGroup) -> None:
 
 
 @pytest.mark.ranks(1, 2, pytest.param(4, marks=pytest.mark.slow))
-def test_odd_uses(group: TorchGroup) -> None:
+def test_unusual_tensors(group: TorchGroup) -> None:
     run_cases(case, group)
