@@ -68,11 +68,29 @@ def exchange(
         _range = hooks.begin(name, "hop", neighbours.group(), None, (describe_hop, neighbours, transfers), depth=3)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"{name}: the dtype must be a torch.dtype, not {dtype!r:.80}")
-    messages = _Messages(neighbours, name, device)
+    # By key of ``outgoing`` and ``expected``: tensors that are sent, buffers of transfers that can be posted, messages
+    # that are allocated later (by their specs, or by a header), and what the caller gets.
+    sends: dict[str, list[Tensor]] = {}
+    wires: dict[str, Tensor] = {}
+    receives: dict[str, Incoming] = {}
+    received: dict[str, Any] = {}
     has_headers = variable or _check.value
     try:
-        messages.pack(outgoing, dtype if casts else None, is_kept=wait)
-        messages.expect(expected, dtype, variable, is_allocated=not has_headers)
+        path, copied, sent = _pack_sends(outgoing, name, dtype if casts else None, wait, sends, wires)
+        for key, x in expected.items():
+            if x is None:
+                continue
+            if device is None:
+                device = _device_of(sends) or (x.device if isinstance(x, Tensor) else neighbours.default_device())
+            # One tensor of one shape, the usual case, needs no Incoming.
+            if not (has_headers or neighbours.is_single_rank or (tensor := allocate_one(x, dtype, device)) is None):
+                wires[key] = received[key] = tensor
+                continue
+            incoming = Incoming.of(x, dtype, variable, name)
+            if incoming.count:
+                receives[key] = incoming
+            else:  # its sender sends no message, not even a header
+                received[key] = []
     except CommError as error:
         if _check.value and not neighbours.is_single_rank:  # else the neighbours would wait for the timeout
             sides = {**outgoing, **expected}
@@ -81,132 +99,95 @@ def exchange(
             CheckedHop(neighbours, name, contents, refused=True).give_up(f"{type(error).__name__}: {error}")
         raise
     if transfers is not None:
-        transfers |= messages.specs()  # ``hooks.begin`` has this dict, which was empty: shapes are known only here
+        # ``hooks.begin`` has this dict, which was empty: shapes are known only here.
+        transfers |= {key: specs_of(tensors) for key, tensors in sends.items()}
+        transfers |= {key: specs_of([x]) for key, x in received.items() if key in wires}
+        transfers |= {key: incoming.specs for key, incoming in receives.items()}
     handles: Any = None
-    posted: Sized = messages.wires
+    posted: Sized = wires
     # A ring of one stage sends nothing. Messages with headers are allocated as headers arrive; others are allocated now
     # and posted at once.
     if neighbours.is_single_rank:
-        messages.copy_to_self()
+        path, copied, sent = "torch", copied + _copy_to_self(neighbours, name, sends, receives, received), 0
         posted = ()
-    elif has_headers and (device := messages.device or _device_of(messages.sends)) is not None:
-        hop = Hop(neighbours, name, messages.received)
+    elif has_headers and (device := device or _device_of(sends)) is not None:
+        hop = Hop(neighbours, name, received)
         try:
-            hop.start(messages.sends, messages.wires, messages.receives, device, batched)
+            hop.start(sends, wires, receives, device, batched)
             handles = hop.wait() if wait else hop.handles()
         except MismatchError as error:
             record.failed(name, error)
             raise
         posted = hop.posted
     else:
-        if messages.receives:
-            messages.allocate()
+        for key, incoming in receives.items():
+            assert device is not None
+            wire, tensors = incoming.allocate_expected(name, device)
+            if wire.numel():
+                wires[key] = wire
+            received[key] = incoming.form(tensors)
         if wait:
-            post_and_wait(neighbours, name, messages.wires, batched)
+            post_and_wait(neighbours, name, wires, batched)
         else:
-            handles = post(neighbours, name, messages.wires, batched)
+            handles = post(neighbours, name, wires, batched)
             keep_alive(handles.values())
     # Where nothing was posted there is nothing to wait for: the handles are an empty dict, even after ``wait``.
-    record.add(name, messages.path, messages.copied, messages.sent, started)
-    return messages.received, handles if posted else {}
+    record.add(name, path, copied, sent, started)
+    return received, handles if posted else {}
 
 
-class _Messages:
-    """Messages of one hop, by key: what is packed, and what memory they arrive in.
+_Packed = tuple[record.CopyPath, int, int]
+"""Path of the packs of a hop, the bytes that they copied, and the bytes that it sends."""
 
-    Attributes:
-        device: of received tensors; None while nothing says so.
-        sends: tensors that are sent.
-        wires: buffers of the transfers that can be posted, sends and receives.
-        receives: messages that are allocated later: by their specs, or by a header.
-        received: what the caller gets.
-        path, copied, sent: of the local passes, and the bytes that this rank sends.
-    """
 
-    __slots__ = ("copied", "device", "name", "neighbours", "path", "received", "receives", "sends", "sent", "wires")
+def _pack_sends(
+    outgoing: Mapping[str, Any],
+    name: str,
+    dtype: torch.dtype | None,
+    waits: bool,
+    sends: dict[str, list[Tensor]],
+    wires: dict[str, Tensor],
+) -> _Packed:
+    """Pack what is sent: its tensors go into ``sends``, its buffers into ``wires``; cast to ``dtype`` unless None."""
+    path: record.CopyPath = "view"
+    copied = sent = 0
+    for key, x in outgoing.items():
+        if x is None or (message := pack(x, name, dtype)) is None:
+            continue
+        wire, sends[key], message_path, message_copied = message
+        if message_copied:
+            path, copied = message_path, copied + message_copied
+        if size := wire.nbytes:  # a wire without elements is not sent
+            wires[key] = wire if waits else wire.detach()  # the caller may set x.data while a handle is pending
+            sent += size
+    return path, copied, sent
 
-    def __init__(self, neighbours: Neighbours, name: str, device: torch.device | None) -> None:
-        self.neighbours, self.name, self.device = neighbours, name, device
-        self.path: record.CopyPath = "view"
-        self.copied = self.sent = 0
-        self.sends: dict[str, list[Tensor]] = {}
-        self.wires: dict[str, Tensor] = {}
-        self.receives: dict[str, Incoming] = {}
-        self.received: dict[str, Any] = {}
 
-    def pack(self, outgoing: Mapping[str, Any], dtype: torch.dtype | None, is_kept: bool) -> None:
-        """Pack what is sent.
-
-        Args:
-            dtype: to cast to; None for none.
-            is_kept: nobody can change the tensors before they are sent, as the hop waits.
-        """
-        for key, x in outgoing.items():
-            if x is None or (message := pack(x, self.name, dtype)) is None:
-                continue
-            wire, self.sends[key], path, copied = message
-            if copied:
-                self.path = path
-                self.copied += copied
-            if size := wire.nbytes:  # a wire without elements is not sent
-                self.wires[key] = wire if is_kept else wire.detach()  # the caller may set x.data meanwhile
-                self.sent += size
-
-    def expect(
-        self, expected: Mapping[str, Any], dtype: torch.dtype | None, variable: bool, is_allocated: bool
-    ) -> None:
-        """Take note of what arrives; allocate messages of one tensor at once if ``is_allocated``."""
-        for key, x in expected.items():
-            if x is None:
-                continue
-            if self.device is None:
-                memory = x.device if isinstance(x, Tensor) else None
-                self.device = _device_of(self.sends) or memory or self.neighbours.default_device()
-            # One tensor of one shape, the usual case, needs no Incoming.
-            if is_allocated and not self.neighbours.is_single_rank:
-                tensor = allocate_one(x, dtype, self.device)
-                if tensor is not None:
-                    self.wires[key] = self.received[key] = tensor
-                    continue
-            incoming = Incoming.of(x, dtype, variable, self.name)
-            if incoming.count:
-                self.receives[key] = incoming
-            else:  # its sender sends no message, not even a header
-                self.received[key] = []
-
-    def specs(self) -> dict[str, Any]:
-        """Return shapes and dtypes of all messages, as far as they are known."""
-        specs: dict[str, Any] = {key: specs_of(tensors) for key, tensors in self.sends.items()}
-        specs |= {key: specs_of([x]) for key, x in self.received.items() if key in self.wires}
-        return specs | {key: incoming.specs for key, incoming in self.receives.items()}
-
-    def allocate(self) -> None:
-        """Allocate the messages that arrive without a header, by their specs."""
-        assert self.device is not None
-        for key, incoming in self.receives.items():
-            wire, tensors = incoming.allocate_expected(self.name, self.device)
-            if wire.numel():
-                self.wires[key] = wire
-            self.received[key] = incoming.form(tensors)
-
-    def copy_to_self(self) -> None:
-        """Make the hop of a ring of one stage, which sends nothing: copy what would be sent."""
-        self.path, self.sent = "torch", 0
-        # Tensors for the next stage come from the previous one, and tensors for the previous stage from the next one.
-        for source, target in (("send_next", "recv_prev"), ("send_prev", "recv_next")):
-            if (source in self.sends) != (target in self.receives):
-                raise ArgumentError(f"{self.name}: the only stage of a pipeline has to receive just what it sends")
-            if target not in self.receives:
-                continue
-            tensors, incoming = self.sends[source], self.receives[target]
-            specs = specs_of(tensors)
-            if problem := incoming.problem(self.neighbours, self.name, target, specs):
-                raise MismatchError(problem)
-            _, copies = incoming.allocate(specs, tensors[0].device)
-            for copy, x in zip(copies, tensors, strict=True):
-                copy.detach().copy_(x.detach())
-                self.copied += 2 * x.nbytes
-            self.received[target] = incoming.form(copies)
+def _copy_to_self(
+    neighbours: Neighbours,
+    name: str,
+    sends: Mapping[str, list[Tensor]],
+    receives: Mapping[str, Incoming],
+    received: dict[str, Any],
+) -> int:
+    """Make the hop of a ring of one stage: copy sends into ``received``; return the bytes read plus written."""
+    copied = 0
+    # Tensors for the next stage come from the previous one, and tensors for the previous stage from the next one.
+    for source, target in (("send_next", "recv_prev"), ("send_prev", "recv_next")):
+        if (source in sends) != (target in receives):
+            raise ArgumentError(f"{name}: the only stage of a pipeline has to receive just what it sends")
+        if target not in receives:
+            continue
+        tensors, incoming = sends[source], receives[target]
+        specs = specs_of(tensors)
+        if problem := incoming.problem(neighbours, name, target, specs):
+            raise MismatchError(problem)
+        _, copies = incoming.allocate(specs, tensors[0].device)
+        for copy, x in zip(copies, tensors, strict=True):
+            copy.detach().copy_(x.detach())
+            copied += 2 * x.nbytes
+        received[target] = incoming.form(copies)
+    return copied
 
 
 def _device_of(sends: Mapping[str, list[Tensor]]) -> torch.device | None:
