@@ -462,6 +462,31 @@ class Block(torch.nn.Module):
         return x
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+def test_a_rank_without_positions_compiles(group: ProcessGroup, layout: str) -> None:
+    sizes = [0, 6]
+    dim = layout.index("s")
+    q, k, v, _ = inputs(2, 6, 4, 2)
+    mine = [shard(x, sizes, group.rank()).transpose(0, 1 - dim).contiguous() for x in (q, k, v)]
+
+    def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = plain_attention(*(x.transpose(0, 1 - dim) for x in (q, k, v)))
+        return out.transpose(0, 1 - dim)
+
+    attention = UlyssesAttention(group, layout=layout, attention=attended)
+    compiled = torch.compile(attention, backend="aot_eager")
+    results = []
+    for call in (attention, compiled):
+        leaves = [x.clone().requires_grad_() for x in mine]
+        out = call(*leaves, sequence_sizes=sizes)
+        results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+    wanted = shard(plain_attention(q, k, v), sizes, group.rank()).transpose(0, 1 - dim)
+    torch.testing.assert_close(results[0][0], wanted)
+    for eager, traced in zip(*results, strict=True):
+        torch.testing.assert_close(traced, eager)
+
+
 def in_a_model(group: ProcessGroup, how: str, q_heads: int, kv_heads: int) -> None:
     world, rank = group.size(), group.rank()
     x = torch.randn(2, 4 * world, 16, generator=torch.Generator().manual_seed(5))

@@ -259,7 +259,7 @@ def _traced_to_heads(
         wire = torch.cat([block.reshape(-1) for block in blocks])
         received = _Flat.apply(wire, by_positions, by_heads, group, names)
         parts = [
-            part.view((batch, size, -1) if layout.seq_dim else (size, batch, -1))
+            part.view((batch, size, widths[rank]) if layout.seq_dim else (size, batch, widths[rank]))
             for part, size in zip(received.split(by_positions), layout.seq_sizes, strict=True)
         ]
         joined = torch.cat(parts, layout.seq_dim)
