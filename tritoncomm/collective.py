@@ -313,9 +313,8 @@ def _split_reduce_scatter(
 ) -> list[Tensor]:
     """Run ``split_reduce_scatter`` of checked arguments, ``axes`` from the front; return this rank's shard of each."""
     name = "split_reduce_scatter"
-    # None over one rank, where the tensors are only cast and scaled.
-    collective = enter(name, name, group, many, (tuple(axes), dtype, scale))
-    span, world, rank = collective or Span(name), group.size(), group.rank()
+    world, rank = group.size(), group.rank()
+    span = enter(name, name, group, many, (tuple(axes), dtype, scale)) or Span(name)
     if dtype is None:
         dtype = many[0].dtype
         if len({x.dtype for x in many}) > 1:
@@ -326,7 +325,7 @@ def _split_reduce_scatter(
     )  # fmt: skip
     wire, path, copied = planned.pack.pack(many, scale=scale)
     summed = wire
-    if collective is not None:
+    if world > 1:  # over one rank the tensors are only cast and scaled
         summed = eager.sum_wire(wire, group, name)
     span.end(path, copied, wire.nbytes * (world - 1) // world)
     results = []

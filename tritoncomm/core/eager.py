@@ -202,7 +202,7 @@ def all_reduce(
     Args:
         in_place: write the result into ``x``, if ``x`` is contiguous and has no lazy bits; else into a copy.
     """
-    if is_compiling():
+    if is_compiling():  # other ops and asynchronous calls run outside of graphs
         return compiled.traced(all_reduce, compiled.all_reduce, name)(x, group, name, in_place=in_place)
     span = enter(name, "all_reduce", group, x, (op,))
     if span is None:
@@ -210,8 +210,9 @@ def all_reduce(
     size, is_special = x.nbytes, x.dtype in backend.not_summed or op is not _SUM
     if is_special:
         backend.check_op(op, x, group, name)
-    if is_special or x.is_neg():  # the backend would write to a copy of a tensor with a lazy bit
-        x, in_place = ops.resolved(x), in_place and not ops.has_lazy((x,))
+    if is_special or x.is_neg():  # all complex dtypes, whose conjugates are lazy too, are special
+        in_place = in_place and not ops.has_lazy((x,))  # the backend would write to a copy of it
+        x = ops.resolved(x)
     if not x.is_contiguous():
         out, path, copied = x.clone(memory_format=torch.contiguous_format), "torch", 2 * size
     elif in_place:

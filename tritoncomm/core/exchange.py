@@ -105,25 +105,25 @@ class Exchange(NamedTuple, Generic[_Pack, _Unpack]):
     def _send(
         self, tensors: Sequence[Tensor], group: ProcessGroup, name: str, received: Tensor | None, asynchronous: bool
     ) -> _Started:
-        """Start as ``start``; making its result takes as long as a third of a small pass."""
+        """Start as ``start``, and return a plain tuple: a ``StartedExchange`` takes a third of a small pass to make."""
         if self.pack is None:
             wire, copied = contiguous(tensors[0])
             path = "torch" if copied else "view"
         else:
             wire, path, copied = self.pack.pack(tensors)
         if received is None:
-            # A wire that is the result gets its shape at once: a result is no view of another tensor.
-            if self.unpack is None:
+            if self.unpack is None:  # what arrives is the result, and a result is no view of another tensor
                 shape = self.shapes[0]
             else:
                 shape = (self.unpack.elements,) if self.send_counts else wire.shape
-            # A stride does not depend on the number of rows, which may be new in every call with split sizes.
+            # Strides are cached by shape. They do not depend on the number of rows, which may be new in every call.
             received = empty(wire, shape, contiguous_stride((1, *shape[1:])), wire.dtype)
         out = received
-        if self.pack is not None:
-            if self.send_counts:  # of elements
-                wire, out = wire.view(-1), received.view(-1)
-            elif received.shape != wire.shape:
-                out = received.view(wire.shape)
+        # The backend counts along dim 0: elements of flat wires, or rows as they are where nothing was packed. Equal
+        # counts need two tensors of one shape.
+        if self.pack is not None and self.send_counts:
+            wire, out = wire.view(-1), received.view(-1)
+        elif self.pack is not None and received.shape != wire.shape:
+            out = received.view(wire.shape)
         work = backend.all_to_all(out, wire, self.recv_counts, self.send_counts, group, name, asynchronous)
         return received, work, wire, path, copied

@@ -164,19 +164,19 @@ def _by_heads(
     tokens, start, copies = first_dim * second_dim, 0, []
     counts = [tokens * sum(share.sizes[w] * shape[3] for share, shape in zip(shares, shapes, strict=True))
               for w in range(world)]  # fmt: skip
-    for first, count, steps in _runs(shares, world):
+    for rank, ranks, steps in _runs(shares, world):  # the first rank of a run, and their number
         # ``block`` is the elements of one rank's block, ``width`` the elements of a token in it. ``column`` is the
         # element of a token where a tensor's heads begin.
-        block, column = counts[first], 0
+        block, column = counts[rank], 0
         width = block // tokens if tokens else 0
         for i, (share, shape, stride) in enumerate(zip(shares, shapes, strides, strict=True)):
-            heads, head_dim, head = share.sizes[first], shape[3], share.starts[first]
-            size = count, first_dim, second_dim, heads, head_dim
+            heads, head_dim = share.sizes[rank], shape[3]
+            size = ranks, first_dim, second_dim, heads, head_dim
             wire_stride = block, second_dim * width, width, head_dim, 1
-            at = (start + column) * itemsize
-            copies.append(Block(i, size, (steps[i] * stride[2], *stride), head * stride[2], at, wire_stride))
+            offset, wire = share.starts[rank] * stride[2], (start + column) * itemsize
+            copies.append(Block(i, size, (steps[i] * stride[2], *stride), offset, wire, wire_stride))
             column += heads * head_dim
-        start += count * block
+        start += ranks * block
     return tuple(copies), tuple(counts)
 
 

@@ -124,18 +124,19 @@ def sum_pass(count: int, elements: int, dtype: torch.dtype) -> Pass:
 
 
 def _boxes(splits: Sequence[Split], most: int) -> Iterator[tuple[_Box, int]]:
-    """Yield boxes of at most ``most`` elements of all ranks, in the order of the shards, and their elements.
+    """Yield boxes of about ``most`` elements of all ranks, in the order of the shards, and their elements.
 
-    They follow from the shapes alone: ranks may have other strides.
+    They follow from the shapes alone: ranks may have other strides. A row has the columns of all ranks.
     """
     for i, split in enumerate(splits):
         outer = split.shape[: split.dim] or (1,)
         if not split.row or 0 in outer:
             continue
+        assert split.lengths is not None  # layouts have the sizes of all ranks
         cuts = -(-split.row // most)  # 1, except where one row is too much: then its columns are cut
         for start, size in _outer_boxes(outer, max(most // split.row, 1)):
             for cut in range(cuts):
-                edges = [(n * cut // cuts, n * (cut + 1) // cuts) for n in split.lengths or ()]
+                edges = [(n * cut // cuts, n * (cut + 1) // cuts) for n in split.lengths]
                 columns = tuple([(low, high - low) for low, high in edges])
                 yield _Box(i, start, size, columns), math.prod(size) * sum(n for _, n in columns)
 
@@ -183,23 +184,45 @@ def _blocks(splits: Sequence[Split], boxes: Sequence[_Box], order: Sequence[int]
 
 def _merged(blocks: Sequence[Block], itemsize: int) -> tuple[Block, ...]:
     """Join neighbouring blocks of one size, at equal distances in a tensor and in the wire, to one of one dim more."""
-    runs: list[tuple[Block, int, Ints]] = []  # first block, number of blocks, distances
+    runs: list[_Run] = []
     for block in blocks:
         if 0 in block.size:
             continue
-        if runs:
-            first, count, apart = runs[-1]
-            steps = apart if count > 1 else (block.offset - first.offset, block.wire - first.wire)
-            place = first.offset + count * steps[0], first.wire + count * steps[1]
-            is_next = place == (block.offset, block.wire) and steps[0] >= 0 and steps[1] % itemsize == 0
-            if first[:3] == block[:3] and is_next:
-                runs[-1] = first, count + 1, steps
-                continue
-        runs.append((block, 1, (0, 0)))
-    return tuple([
-        first if count == 1 else first._replace(
-            size=(count, *first.size), stride=(apart[0], *first.stride),
-            wire_stride=(apart[1] // itemsize, *first.wire_stride),
+        extended = runs[-1].extended_by(block, itemsize) if runs else None
+        if extended is None:
+            runs.append(_Run(block, 1, (0, 0)))
+        else:
+            runs[-1] = extended
+    return tuple([run.joined(itemsize) for run in runs])
+
+
+class _Run(NamedTuple):
+    """Blocks of one size: the first, their number, and the distances from one to the next: elements, bytes of the wire.
+
+    All are contiguous in the wire, so that equal sizes have equal strides there.
+    """
+
+    first: Block
+    count: int
+    distances: tuple[int, int]
+
+    def extended_by(self, block: Block, itemsize: int) -> "_Run | None":
+        """Return the run with one more block; None if it does not continue it. The second block sets the distances."""
+        first, count, distances = self
+        if (block.tensor, block.size, block.stride) != (first.tensor, first.size, first.stride):
+            return None
+        apart = block.offset - first.offset, block.wire - first.wire
+        if count == 1:
+            return _Run(first, 2, apart) if apart[0] >= 0 and apart[1] % itemsize == 0 else None
+        return _Run(first, count + 1, distances) if apart == (count * distances[0], count * distances[1]) else None
+
+    def joined(self, itemsize: int) -> Block:
+        """Return the run as one block."""
+        first, count, (offset, wire) = self
+        if count == 1:
+            return first
+        return first._replace(
+            size=(count, *first.size),
+            stride=(offset, *first.stride),
+            wire_stride=(wire // itemsize, *first.wire_stride),
         )
-        for first, count, apart in runs
-    ])  # fmt: skip

@@ -225,8 +225,8 @@ def split_reduce_scatter(
     wire, factor = checked_wire(asked, group, name), _checked_factor(ReduceOp.SUM, scale, world, name)
     for x in many:
         _check_summed(x, name)
-    kinds = {x.dtype for x in many} if dtype is None else {dtype}
-    if len(kinds) > 1 or not (result := kinds.pop()).is_floating_point:
+    result = many[0].dtype if dtype is None else dtype
+    if (dtype is None and any(x.dtype is not result for x in many)) or not result.is_floating_point:
         raise ArgumentError(f"{name}: with wire the results have one floating-point dtype, of all tensors or given")
     span = enter(name, "wire_sum", group, many, (tuple(axes), None, ReduceOp.SUM, *wire.words, factor, result))
     cuts = [(dim, chunk_sizes(x.shape[dim], world)) for x, dim in zip(many, axes, strict=True)]

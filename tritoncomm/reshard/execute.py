@@ -1,7 +1,7 @@
 """The executor of a transfer plan: one step per bucket (pack, exchange, unpack), and its autograd function."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -54,41 +54,51 @@ class BucketStep:
         self, bucket: Bucket, plan: TransferPlan, strides: tuple[tables.Strides, tables.Strides], in_place: bool
     ) -> None:
         self._bucket, self._in_place = bucket, in_place
-        carried = [item.carried for item in plan.items]
         # Where blocks are staged, one memory has the sent, the staged and the received bytes, in this order. The pack
         # writes the first two, the unpack reads the last two.
-        self._sizes = sent, staged, _ = bucket.send.nbytes, bucket.staged_bytes, bucket.recv.nbytes
-        packed = tables.concatenated(
+        self._sizes = bucket.send.nbytes, bucket.staged_bytes, bucket.recv.nbytes
+        carried = [item.carried for item in plan.items]
+        self._pack = self._packs(strides[0], carried)
+        self._unpacks = list(self._unpacks_of(plan, strides[1], carried))
+        # Blocks that stay on this rank are copied into their results, or added to what other buckets bring.
+        dtypes = [item.result for item in plan.items]
+        staying = tables.staying_blocks(bucket.direct, strides, dtypes)
+        self._direct = [block for block in staying if block.tensor not in plan.accumulated]
+        self._summed = [block for block in staying if block.tensor in plan.accumulated]
+        # Results that share memory with the tensors are written from clones, see ``_views``.
+        table = None if in_place else tables.copies_between(self._direct, dtypes)
+        self._copies = None if table is None else _Pass(table[0], TablePass("copy_segments", table[1]))
+
+    def _packs(self, strides: tables.Strides, dtypes: Sequence[torch.dtype]) -> _Pass | None:
+        """Return the pass that packs what is sent and what is staged; None without blocks."""
+        bucket, (sent, _, _) = self._bucket, self._sizes
+        blocks = tables.concatenated(
             tables.blocks_of(bucket.send, bucket.send.start),
             tables.blocks_of(bucket.staged, bucket.staged.source, sent),
         )
-        # A table comes with the indices of its tensors, the first two fields of a pass; it is None without blocks.
-        pack = tables.table_of(packed, strides[0], carried)
-        self._pack = None if pack is None else _Pass(pack[0], TablePass("gather_segments", pack[1]))
-        unpacked = tables.concatenated(
+        table = tables.table_of(blocks, strides, dtypes)  # with the indices of its tensors
+        return None if table is None else _Pass(table[0], TablePass("gather_segments", table[1]))
+
+    def _unpacks_of(
+        self, plan: TransferPlan, strides: tables.Strides, dtypes: Sequence[torch.dtype]
+    ) -> Iterator[_Pass]:
+        """Yield the passes that unpack what was staged and what arrived."""
+        bucket, (sent, staged, _) = self._bucket, self._sizes
+        start = sent + staged if staged else 0  # without staged blocks the received bytes have a memory of their own
+        blocks = tables.concatenated(
             tables.blocks_of(bucket.staged, bucket.staged.target, sent),
-            tables.blocks_of(bucket.recv, bucket.recv.start, sent + staged if staged else 0),
+            tables.blocks_of(bucket.recv, bucket.recv.start, start),
         )
-        groups = [(unpacked, False)]
+        groups = [(blocks, False)]
         if plan.sums:
-            pieces = unpacked.cut(*plan.summands(bucket), carried)
+            blocks = blocks.cut(*plan.summands(bucket), dtypes)  # so that pieces are equal or disjoint
             # A tensor to which several buckets contribute is added to; the others are written, by a pass of their own.
-            adds = np.isin(pieces.tensor, list(plan.accumulated))
-            groups = [(pieces.pick(~adds), False), (pieces.pick(adds), True)]
-        unpacks = [(tables.table_of(blocks, strides[1], carried), accumulate) for blocks, accumulate in groups]
-        self._unpacks = [
-            _Pass(table[0], TablePass("scatter_segments", table[1], accumulate, plan.sums))
-            for table, accumulate in unpacks
-            if table
-        ]
-        # Blocks that are copied into their results, and blocks that are added to what other buckets bring.
-        dtypes = [item.result for item in plan.items]
-        staying = tables.staying_blocks(bucket.direct, strides, dtypes)
-        self._direct, self._summed = (
-            [block for block in staying if (block.tensor in plan.accumulated) is adds] for adds in (False, True)
-        )
-        copies = None if in_place else tables.copies_between(self._direct, dtypes)
-        self._copies = None if copies is None else _Pass(copies[0], TablePass("copy_segments", copies[1]))
+            adds = np.isin(blocks.tensor, list(plan.accumulated))
+            groups = [(blocks.pick(~adds), False), (blocks.pick(adds), True)]
+        for blocks, accumulate in groups:
+            table = tables.table_of(blocks, strides, dtypes)
+            if table is not None:
+                yield _Pass(table[0], TablePass("scatter_segments", table[1], accumulate, plan.sums))
 
     def __bool__(self) -> bool:
         """Whether a step has to run: some rank sends, or this rank has blocks to pack or to copy."""
@@ -97,24 +107,24 @@ class BucketStep:
     def run(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor], executor: "Executor", name: str
     ) -> record.CopyPath:
-        """Pack, exchange and unpack one bucket; copy the direct blocks meanwhile. Return the path of the passes."""
+        """Pack, exchange and unpack one bucket; copy the direct blocks meanwhile. Return the path of the last pass."""
         path: record.CopyPath = "view"
-        wire, base, send, receive = self._staging(sources[0])
+        wire, arrived, send, receive = self._staging(sources[0])
         if self._pack is not None:
             path = self._pack.run(sources, wire)
-        copies = self._copies if self._copies is not None and takes_kernel(sources[0]) else None
+        kernel = self._copies if self._copies is not None and takes_kernel(sources[0]) else None
         # Views are taken before the exchange: it may overwrite blocks of tensors that share memory with results.
-        copied = self._views(self._direct, sources, targets) if self._direct and copies is None else None
+        copied = self._views(self._direct, sources, targets) if self._direct and kernel is None else None
         summed = self._views(self._summed, sources, targets) if self._summed else None
         work = None
         # The exchange returns at once only if there are blocks to copy meanwhile.
         if not self._bucket.is_quiet:
             has_copies = bool(self._direct or self._summed)
             work = executor.exchange(self._bucket, send, receive, name, asynchronous=has_copies)
-        if copies is not None:
+        if kernel is not None:
             # In turns a tensor and its result.
-            path, pairs = "triton", in_turns([sources[i] for i in copies.used], [targets[i] for i in copies.used])
-            copies.over.launch(pairs, pairs[-1])
+            path, pairs = "triton", in_turns([sources[i] for i in kernel.used], [targets[i] for i in kernel.used])
+            kernel.over.launch(pairs, pairs[-1])
         elif copied is not None:
             path = "torch"
             torch._foreach_copy_(copied[1], copied[0])  # pyright: ignore[reportPrivateImportUsage]
@@ -126,7 +136,7 @@ class BucketStep:
             work.wait()
         del wire, send, receive  # the sent bytes are not needed while the received ones are unpacked
         for unpack in self._unpacks:
-            path = unpack.run(targets, base)
+            path = unpack.run(targets, arrived)
         return path
 
     def _staging(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
