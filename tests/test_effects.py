@@ -70,6 +70,13 @@ def test_a_record_sees_forgotten_lazy_bits_and_other_messages(pool: Pool) -> Non
     assert "results" not in fields
 
 
+def test_errors_have_no_addresses() -> None:
+    texts = [
+        effects._masked(RuntimeError(f"closed by peer [127.0.0.1]:{port}, x at 0x{port}00000")) for port in (14239, 27)
+    ]
+    assert texts[0] == texts[1] == ["RuntimeError", "closed by peer , x at "]
+
+
 def test_differences_are_named() -> None:
     base = {"a": {"rank 0": {"peak": 1}, "rank 1": {"peak": 2}}, "gone": {"rank 0": {}}}
     here = copy.deepcopy({"a": base["a"], "new": {"rank 0": {}}})
