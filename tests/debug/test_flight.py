@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 import tritoncomm
-from tritoncomm import PeerError, ShapeError, p2p, record, variables
+from tritoncomm import ArgumentError, PeerError, ShapeError, p2p, record, variables
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
 from tritoncomm.debug import signals, story, trace
@@ -33,6 +33,7 @@ from tritoncomm.debug.flight import Call, flight, open_calls
 from tritoncomm.debug.sites import call_site, located
 from tritoncomm.integrations.megatron_functions import _FrozenLinear
 from tritoncomm.p2p import transport
+from tritoncomm.reshard import Layout, reshard
 
 T = torch.ones
 
@@ -42,6 +43,30 @@ def _kept() -> Iterator[None]:
     variables.FLIGHT.assign((100, ""))
     yield
     variables.FLIGHT.assign((0, ""))
+
+
+@pytest.mark.ranks(2)
+def test_a_nested_tensor_is_refused_in_the_words_of_the_call(group: ProcessGroup) -> None:
+    """It has no shape to record, as torch says by an internal error."""
+    x = torch.nested.nested_tensor([T(2, 3), T(4, 3)])
+    layout = Layout.on_mesh((8, 8), range(2), [0])
+    variables.FLIGHT.assign((8, ""))
+    try:
+        for call in (
+            lambda: c.all_gather(x, 0, group),
+            lambda: c.reduce_scatter(x, 0, group),
+            lambda: c.all_reduce(x, group),
+            lambda: c.all_to_all(x, group),
+            lambda: c.broadcast(x, 0, group),
+            lambda: c.split_reduce_scatter([x], [0], group),
+            lambda: m.all_to_all_dims(x, 0, 1, group),
+            lambda: m.reduce_from_tensor_model_parallel_region(x, group),
+            lambda: reshard(x, layout, layout, group=group),
+        ):
+            with pytest.raises(ArgumentError, match="not a nested one"):
+                call()
+    finally:
+        variables.FLIGHT.assign((0, ""))
 
 
 def run_record(group: ProcessGroup, folder: str) -> Any:

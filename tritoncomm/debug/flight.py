@@ -184,7 +184,7 @@ class Flight:
         else:
             try:
                 shape, dtype = x.shape, x.dtype
-            except AttributeError:
+            except (AttributeError, RuntimeError):  # no tensor, or a nested one, which the call rejects afterwards
                 shape, dtype = _several(x)
         try:  # the program's frame is at ``depth`` for most calls, so there is no walk over frames
             frame = _frame(depth if _current_node() is None else depth - 1)  # the frame of our backward comes sooner
@@ -275,8 +275,15 @@ def _several(x: Any) -> tuple[Any, Any]:
     """Return (list of shapes, dtype of the first) of a list of tensors; (None, None) of any other object."""
     if not isinstance(x, list | tuple):
         return None, None
-    # The list may have objects that are no tensors: the call rejects them afterwards.
-    return [getattr(each, "shape", None) for each in x], getattr(x[0], "dtype", None) if x else None
+    return [_shape(each) for each in x], getattr(x[0], "dtype", None) if x else None
+
+
+def _shape(x: Any) -> Any:
+    """Return the shape of a tensor; None of a nested one, or of another object: the call rejects them afterwards."""
+    try:
+        return x.shape
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def _name_of(group: Any) -> str:
