@@ -137,7 +137,10 @@ def _elsewhere(pg: ProcessGroup, coordinate: tuple[int, int], shape: tuple[int, 
     world = list(range(dist.get_world_size()))
     # A process group of some ranks of this job has its group here; one of another job has none.
     if pg.ranks_in_group() != world and (ranks is None or lookup(dist.get_backend(), tuple(ranks)) is None):
-        _warn_once(f"this file is of {len(pg.ranks_in_group())} ranks, and the job has {len(world)}. {_REMEDY}")
+        saved = pg.ranks_in_group()
+        whose = f"{len(saved)} ranks" if len(saved) != len(world) else f"ranks {reprlib.repr(saved)}"
+        job = len(world) if len(saved) != len(world) else f"0 to {len(world) - 1}"
+        _warn_once(f"this file is of {whose}, and the job has {job}. {_REMEDY}")
         return f"{what} and another number of ranks. {_REMEDY}"
     own = pg.tp_local_rank()
     return "" if own == index else f"{what}; this rank holds shard {own}. {_REMEDY}"
