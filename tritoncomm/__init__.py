@@ -26,7 +26,7 @@ from tritoncomm.record import counters, recording
 from tritoncomm.runtime import destroy, device_mesh, initialize
 
 if TYPE_CHECKING:
-    from tritoncomm import integrations, p2p, parallel, reshard, tensor, ulysses
+    from tritoncomm import integrations, p2p, parallel, recurrent, reshard, tensor, ulysses
     from tritoncomm.integrations.megatron import patch as patch_megatron
     from tritoncomm.integrations.megatron import unpatch as unpatch_megatron
 
@@ -53,6 +53,7 @@ __all__ = [
     "patch_megatron",
     "path",
     "recording",
+    "recurrent",
     "reshard",
     "tensor",
     "ulysses",
@@ -62,7 +63,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 # Imported at their first use: together they take longer than everything else.
-_LAZY = ("integrations", "p2p", "parallel", "reshard", "tensor", "ulysses")
+_LAZY = ("integrations", "p2p", "parallel", "recurrent", "reshard", "tensor", "ulysses")
 _FUNCTIONS = {
     "patch_megatron": ("integrations.megatron", "patch"),
     "unpatch_megatron": ("integrations.megatron", "unpatch"),

@@ -23,7 +23,15 @@ from tritoncomm.core.validation import check_kind
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.groups import GroupLike, resolve_sequence
 
-__all__ = ["AttentionExchange", "UlyssesAttention", "autocast", "exchange_for", "to_heads", "to_sequence"]
+__all__ = [
+    "AttentionExchange",
+    "UlyssesAttention",
+    "autocast",
+    "exchange_for",
+    "exchange_rows",
+    "to_heads",
+    "to_sequence",
+]
 
 # (call of the forward, call of the backward).
 _TO_HEADS, _TO_SEQUENCE = (heads.to_heads, heads.to_sequence), (heads.to_sequence, heads.to_heads)
@@ -156,7 +164,7 @@ class _FusedToHeads(torch.autograd.Function):
 
 @direct
 class _Flat(torch.autograd.Function):
-    """Forward: all-to-all of a flat tensor by numbers of elements, for tracing. Backward: with both lists swapped."""
+    """Forward: all-to-all of rows by their numbers. Backward: with both lists swapped."""
 
     @staticmethod
     def forward(ctx: Any, wire: Tensor, recv: Ints, send: Ints, group: ProcessGroup, names: tuple[str, str]) -> Tensor:
@@ -166,6 +174,13 @@ class _Flat(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return _Flat.apply(grad.contiguous(), *ctx.counts, ctx.group, ctx.names), None, None, None, None
+
+
+def exchange_rows(x: Tensor, recv: Ints, send: Ints, group: ProcessGroup, names: tuple[str, str]) -> Tensor:
+    """Forward: all-to-all of the rows of dim 0, by numbers from and to each rank. Backward: the rows go back."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Flat.apply(x, recv, send, group, names)
+    return eager.all_to_all_single(x.detach() if x.requires_grad else x, group, recv, send, names[0])
 
 
 def to_heads(

@@ -1,0 +1,211 @@
+"""Recurrences by heads and convolutions by a halo over shards of the sequence, against one process in float64."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tritoncomm import ArgumentError, ShapeError, UnsupportedError, record
+from tritoncomm.recurrent import Exchanged, Gathered, Sliced, by_heads, conv_halo
+
+
+def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """A gated linear recurrence, ``[b, s, heads, d]``; keys are repeated for the heads of the values."""
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    state, out = v.new_zeros(v.shape[0], v.shape[2], q.shape[3], v.shape[3]), []
+    for i in range(v.shape[1]):
+        if g is not None:
+            state = state * g[:, i].to(v.dtype).sigmoid()[..., None, None]
+        state = state + k[:, i, :, :, None] * v[:, i, :, None]
+        out.append((q[:, i, :, :, None] * state).sum(2) * scale)
+    return (torch.stack(out, 1) if out else v * 0), state
+
+
+def scan(x: Tensor, A: Tensor, B: Tensor) -> Tensor:
+    """A scan over ``[b, channels, s]`` with a decay per channel, and inputs ``[b, 2, s]`` that all channels share."""
+    state, out = torch.zeros_like(x[..., :1]), []
+    for i in range(x.shape[2]):
+        state = state * A[:, None].sigmoid() + x[..., i : i + 1] * B[:, :1, i : i + 1] + B[:, 1:, i : i + 1]
+        out.append(state)
+    return torch.cat(out, 2)
+
+
+def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+    out = F.conv1d(F.pad(x, (weight.shape[1] - 1, 0)), weight[:, None], bias, groups=x.shape[1])
+    return F.silu(out) if activation == "silu" else out
+
+
+def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def alone(function: Callable[..., Tensor], documents: Sequence[int], length: int, dim: int, *xs: Tensor) -> Tensor:
+    """``function`` of every document by itself, in one process."""
+    parts = [function(*(x.narrow(dim, a, b - a) for x in xs)) for a, b in pairwise((*documents, length))]
+    return torch.cat(parts, dim)
+
+
+def compare(group: ProcessGroup, whole: Sequence[Tensor], out: Tensor, sizes: Sequence[int], dim: int,
+            ours: Callable[..., Tensor], rest: Sequence[Tensor] = ()) -> None:  # fmt: skip
+    """Value and gradients of a rank's shard; gradients of whole tensors add up over the ranks."""
+    rank, weight = group.rank(), torch.linspace(0.5, 2, out.numel(), dtype=out.dtype).view(out.shape)
+    wanted = torch.autograd.grad((out * weight).sum(), [*whole, *rest])
+    mine = [x.detach().split(list(sizes), dim)[rank].clone().requires_grad_() for x in whole]
+    parameters = [x.detach().clone().requires_grad_() for x in rest]
+    local = ours(*mine, *parameters)
+    torch.testing.assert_close(local, out.split(list(sizes), dim)[rank], rtol=1e-12, atol=1e-12)
+    found = torch.autograd.grad((local * weight.split(list(sizes), dim)[rank]).sum(), [*mine, *parameters])
+    for x, y in zip(found, wanted[: len(mine)], strict=False):
+        torch.testing.assert_close(x, y.split(list(sizes), dim)[rank], rtol=1e-10, atol=1e-10)
+    for x, y in zip(found[len(mine) :], wanted[len(mine) :], strict=True):
+        total = x.clone()
+        torch.distributed.all_reduce(total, group=group)
+        torch.testing.assert_close(total, y, rtol=1e-10, atol=1e-10)
+
+
+def sizes_of(world: int, even: bool) -> list[int]:
+    return [4] * world if even else [5, 0, 3, 6][:world]
+
+
+DOCUMENTS: tuple[tuple[int, ...], ...] = ((0,), (0, 3, 4, 5))
+
+
+def inside(documents: tuple[int, ...], length: int) -> list[int]:
+    return [start for start in documents if start < length]
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 3), (7, 7), (8, 2), (8, 1), (5, 5)])
+def test_recurrences(group: ProcessGroup, heads: tuple[int, int], documents: tuple[int, ...], even: bool) -> None:
+    sizes = sizes_of(group.size(), even)
+    n = sum(sizes)
+    values, keys = heads
+    q, k = (drawn(2, n, keys, 3, seed=i).requires_grad_() for i in (1, 2))
+    v, g = drawn(2, n, values, 5, seed=3).requires_grad_(), drawn(2, n, values, seed=4).requires_grad_()
+    out = alone(lambda q, k, v, g: rule(q, k, v, g, 0.5)[0], inside(documents, n), n, 1, q, k, v, g)
+    call = by_heads(rule, group)
+    given = None if even else sizes
+    ours = lambda q, k, v, g: call(q, k, v, g=g, scale=0.5, documents=inside(documents, n), sizes=given)[0]  # noqa: E731
+    compare(group, (q, k, v, g), out, sizes, 1, ours)
+
+
+@pytest.mark.ranks(2, 4)
+def test_heads_have_the_bits_of_one_process_in_several_dtypes(group: ProcessGroup) -> None:
+    sizes = sizes_of(group.size(), even=False)
+    n = sum(sizes)
+    for dtype in (torch.bfloat16, torch.float32):
+        q, k, v = (drawn(1, n, h, 4, seed=h, dtype=dtype) for h in (2, 2, 6))
+        g = drawn(1, n, 6, seed=9, dtype=torch.float32)  # gates stay in fp32
+        wanted, _ = rule(q, k, v, g)
+        mine = [x.split(sizes, 1)[group.rank()] for x in (q, k, v, g)]
+        twice = [by_heads(rule, group)(*mine, sizes=sizes)[0] for _ in range(2)]
+        assert torch.equal(twice[0], wanted.split(sizes, 1)[group.rank()])
+        assert torch.equal(*twice)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_channels_with_slices_and_shared_inputs(group: ProcessGroup, documents: tuple[int, ...]) -> None:
+    sizes = sizes_of(group.size(), even=False)
+    n = sum(sizes)
+    x, shared = drawn(2, 5, n, seed=1).requires_grad_(), drawn(2, 2, n, seed=2).requires_grad_()
+    decay = drawn(5, seed=3).requires_grad_()
+    out = alone(lambda x, b: scan(x, decay, b), inside(documents, n), n, 2, x, shared)
+    roles = {"x": Exchanged(2, 1), "A": Sliced(), "B": Gathered(2)}
+    call = by_heads(scan, group, roles, result=Exchanged(2, 1))
+    ours = lambda x, b, a: call(x, a, B=b, documents=inside(documents, n), sizes=sizes)  # noqa: E731
+    compare(group, (x, shared), out, sizes, 2, ours, (decay,))
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("documents", [*DOCUMENTS, (0, 4), (0, 5, 7)])
+@pytest.mark.parametrize("taps", [1, 2, 4, 7])
+def test_convolutions(group: ProcessGroup, taps: int, documents: tuple[int, ...], even: bool) -> None:
+    sizes = sizes_of(group.size(), even) if group.size() > 1 else [8]
+    n = sum(sizes)
+    x, weight, bias = (drawn(*shape, seed=i).requires_grad_() for i, shape in enumerate(((2, 3, n), (3, taps), (3,))))
+    starts = inside(documents, n)
+    out = alone(lambda x: conv(x, weight, bias, "silu"), starts, n, 2, x)
+    call = conv_halo(conv, group)
+    ours = lambda x, w, b: call(x, w, b, activation="silu", documents=starts, sizes=sizes)  # noqa: E731
+    compare(group, (x,), out, sizes, 2, ours, (weight, bias))
+
+
+@pytest.mark.ranks(2)
+def test_messages(group: ProcessGroup) -> None:
+    """Two all-to-alls of a recurrence each way, and one of a convolution."""
+    x = drawn(1, 4, 2, 3, seed=1, dtype=torch.float32).requires_grad_()
+    y = drawn(1, 3, 4, seed=2, dtype=torch.float32).requires_grad_()
+    with record.recording() as counted:
+        by_heads(rule, group)(x, x, x)[0].sum().backward()
+        conv_halo(conv, group)(y, torch.ones(3, 4)).sum().backward()
+    calls = {name: sum(count.calls for (n, _), count in counted.items() if n == name) for name, _ in counted}
+    assert calls == {"by_heads": 2, "by_heads.backward": 2, "conv_halo": 1, "conv_halo.backward": 1}
+    assert sum(count.bytes_sent for (name, _), count in counted.items() if name == "conv_halo") == (
+        3 * 3 * 4 if group.rank() == 0 else 0
+    )
+
+
+@pytest.mark.ranks(2)
+def test_double_backward(group: ProcessGroup) -> None:
+    x = drawn(1, 2, 2, 2, seed=group.rank()).requires_grad_()
+    (grad,) = torch.autograd.grad((by_heads(lambda y: y * y, group)(x) ** 2).sum(), x, create_graph=True)
+    torch.testing.assert_close(grad, 4 * x**3)
+    (second,) = torch.autograd.grad(grad.sum(), x)
+    torch.testing.assert_close(second, 12 * x**2)
+    y = drawn(1, 2, 3, seed=group.rank()).requires_grad_()
+    full = torch.cat([drawn(1, 2, 3, seed=rank) for rank in range(2)], 2).requires_grad_()
+    weight = torch.ones(2, 3, dtype=torch.float64)
+    seconds = []
+    for call, z in ((conv_halo(conv, group), y), (conv, full)):
+        (grad,) = torch.autograd.grad((call(z, weight) ** 3).sum(), z, create_graph=True)
+        (second,) = torch.autograd.grad((grad**2).sum(), z)
+        seconds.append(second)
+    torch.testing.assert_close(seconds[0], seconds[1].chunk(2, 2)[group.rank()])
+
+
+@pytest.mark.ranks(2)
+def test_what_is_refused(group: ProcessGroup) -> None:
+    x = torch.ones(1, 4, 2, 3)
+    call = by_heads(rule, group)
+    with pytest.raises(ShapeError, match="1 heads are fewer than the 2 ranks"):
+        call(x[:, :, :1], x[:, :, :1], x[:, :, :1])
+    with pytest.raises(UnsupportedError, match="more than two different numbers of heads"):
+        call(x[:, :, :1], x, x.repeat(1, 1, 2, 1))
+    with pytest.raises(ArgumentError, match="'k' of shape"):
+        call(x, torch.ones(2), x)
+    with pytest.raises(ArgumentError, match="the tensor 'A' has no role"):
+        by_heads(scan, group, {"x": Exchanged(2, 1), "B": Gathered(2)})(x[0], torch.ones(4), x[0])
+    with pytest.raises(ShapeError, match="'A' has 3 heads, not 2"):
+        by_heads(scan, group, {"x": Exchanged(2, 1), "A": Sliced(), "B": Gathered(2)}, Exchanged(2, 1))(
+            x[0], torch.ones(3), x[0]
+        )
+    for wrong in ((1, 2), (0, 3, 3), (0, 8), ()):
+        with pytest.raises(ArgumentError, match="have to ascend from 0"):
+            call(x, x, x, documents=wrong)
+    with pytest.raises(ShapeError, match="this rank holds 4 positions"):
+        call(x, x, x, sizes=[5, 3] if group.rank() == 0 else [4, 5])
+    with pytest.raises(ArgumentError, match="no argument is a tensor"):
+        call(1, 2, 3)
+    with pytest.raises(ShapeError, match=r"is not \[b, channels, s\]"):
+        conv_halo(conv, group)(x, torch.ones(2, 3))
+    with pytest.raises(ShapeError, match="as many as it gets are needed"):
+        conv_halo(lambda x, w: x[..., 1:], group)(x[0], torch.ones(4, 3))
+
+
+def test_layers_compile(group: ProcessGroup) -> None:
+    x, weight = drawn(1, 4, 4, 3, seed=group.rank()), drawn(3, 4, seed=5)
+    for function in (
+        lambda: by_heads(rule, group)(x, x, x)[0],
+        lambda: conv_halo(conv, group)(x[0], weight[:1].repeat(4, 1)),
+    ):
+        traced: Any = torch.compile(function, backend="aot_eager")
+        torch.testing.assert_close(traced(), function())

@@ -1,0 +1,364 @@
+"""Recurrent layers over shards of the sequence: recurrences by heads, causal convolutions by a halo, documents apart.
+
+Every rank holds a shard of the sequence with all heads. A recurrence gets all positions of this rank's heads, in which
+it is as independent as attention; a convolution of K taps gets the last K-1 positions before the shard. Parameters stay
+whole on every rank, and their gradients are partial: they add up over the group, as those of all other layers there.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from inspect import signature
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.distributed import ProcessGroup
+
+from tritoncomm.core.heads import HeadLayout, HeadShare, split_heads
+from tritoncomm.core.plan import Ints, check_split_sizes, located, normalize_sizes
+from tritoncomm.core.validation import check_kind, checked_ints
+from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
+from tritoncomm.groups import GroupLike, resolve_sequence
+from tritoncomm.mappings import all_gather_dim
+from tritoncomm.ulysses import exchange_rows, to_heads, to_sequence
+
+__all__ = ["Exchanged", "Gathered", "Role", "Sliced", "by_heads", "conv_halo"]
+
+
+class Exchanged(NamedTuple):
+    """Role of a tensor with positions and heads, in these dims: a rank gets all positions of its heads."""
+
+    positions: int = 1
+    heads: int = 2
+
+
+class Gathered(NamedTuple):
+    """Role of a tensor with positions, in this dim, and no heads: every rank gets all positions."""
+
+    positions: int = 1
+
+
+class Sliced(NamedTuple):
+    """Role of a parameter with a part for every head, in this dim: a rank uses the parts of its heads."""
+
+    heads: int = 0
+
+
+Role = Exchanged | Gathered | Sliced | None
+"""Role of an argument; None passes it on as it is."""
+_Function = Callable[..., Any]
+
+
+def by_heads(
+    function: _Function,
+    group: GroupLike | None = None,
+    roles: Mapping[int | str, Role] | None = None,
+    result: Exchanged = Exchanged(),  # noqa: B008  (a tuple, never changed)
+) -> _Function:
+    """Return a function over shards of the sequence that computes ``function``, a recurrence, on all positions.
+
+    Forward: one all-to-all to the heads of this rank (one for each dtype), ``function``, one all-to-all back. Backward:
+    likewise; the gradients of heads that several ranks read are added up in rank order. Heads are split as evenly as
+    possible. Where some tensors have fewer heads, as keys shared among value heads, a rank gets those that its heads
+    read: ``function`` has to repeat them as it does for all heads.
+
+    Args:
+        group: ranks that hold the sequence (see ``groups.as_group``); the tensor group by default.
+        roles: of every tensor among the arguments, by position or by name; numbers and others need none. By default
+            all are ``Exchanged()``, ``[b, s, heads, ...]``, of three dims and more.
+        result: dims of the result, the first one if ``function`` returns a tuple; the others are returned as they are,
+            those of this rank's heads.
+
+    Returns:
+        A function with the arguments of ``function`` and two more by keyword. ``documents``: global starts of packed
+        documents, which begin with 0, the same on every rank; the recurrence starts anew at each, and of several
+        results all but the first are None. ``sizes``: positions of every rank, where they differ.
+
+    Raises:
+        ArgumentError: a tensor without a role, or without the dims of its role; documents that do not ascend.
+        ShapeError: fewer heads than ranks, numbers of heads that do not divide, or sizes that do not fit.
+        UnsupportedError: more than two different numbers of heads.
+
+    Shape: ``[b, s, heads, d] -> [b, s, heads, d']`` by default.
+
+    Example:
+        ``by_heads(mamba2_chunk_scan, group, {"hidden_states": Exchanged(), "dt": Exchanged(), "A": Sliced(), "B":
+        Exchanged(), "C": Exchanged(), "D": Sliced()})(hidden_states=x, dt=dt, A=A, B=B, C=C, D=D, chunk_size=64)``
+    """
+    name = "by_heads"
+    ranks = resolve_sequence(group, name)
+    try:
+        parameters = tuple(signature(function).parameters)
+    except (TypeError, ValueError):  # of a builtin function
+        parameters = ()
+
+    def over_shards(
+        *args: Any, documents: Sequence[int] | None = None, sizes: Sequence[int] | None = None, **kwargs: Any
+    ) -> Any:
+        arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        parts = _roles_of(arguments, roles, parameters, name)
+        exchanged = {key: role for key, role in parts.items() if isinstance(role, Exchanged)}
+        if not exchanged:
+            raise ArgumentError(f"{name}: no argument is a tensor with positions and heads")
+        tensors = [_as_heads(arguments[key], role, name) for key, role in exchanged.items()]
+        positions = _sizes(sizes, tensors[0], ranks, name)
+        heads = tuple([x.shape[2] for x in tensors])
+        plan = (_plan.__wrapped__ if is_compiling() else _plan)(heads, positions, ranks.size())
+        if isinstance(plan, str):
+            raise (UnsupportedError if "different" in plan else ShapeError)(f"{name}: {plan}")
+        rank, share = ranks.rank(), plan.out.shares[0]
+        start, count = share.starts[rank], share.sizes[rank]
+        names = name, f"{name}.backward"
+        for (key, role), x in zip(exchanged.items(), to_heads(tensors, plan.tensors, ranks, names), strict=True):
+            arguments[key] = _from_heads(x, role, arguments[key])
+        for key, role in parts.items():
+            if isinstance(role, Sliced):
+                if arguments[key].shape[role.heads] != share.heads:
+                    word, size = _word(key, parameters), arguments[key].shape[role.heads]
+                    raise ShapeError(f"{name}: {word!r} has {size} heads, not {share.heads}")
+                arguments[key] = arguments[key].narrow(role.heads, start, count)
+            elif isinstance(role, Gathered):
+                arguments[key] = all_gather_dim(arguments[key], role.positions, ranks, sizes=positions)
+        stops = (*_starts(documents, sum(positions), name), sum(positions))
+        returned = _by_documents(function, arguments, parts, stops, result.positions)
+        out, *rest = returned if isinstance(returned, tuple) else (returned,)
+        back = to_sequence(_as_heads(out, result, name), plan.out, ranks, names)
+        back = _from_heads(back, result, out)
+        return (back, *rest) if isinstance(returned, tuple) else back
+
+    return over_shards
+
+
+class _Plan(NamedTuple):
+    """Layouts of the tensors of a recurrence, and of its result."""
+
+    tensors: HeadLayout
+    out: HeadLayout
+
+
+@lru_cache(maxsize=1024)  # plans of exchanges are looked up by the identity of a layout
+def _plan(heads: Ints, positions: Ints, world: int) -> _Plan | str:
+    """Return the layouts for tensors of these numbers of heads, or what is wrong with them."""
+    total, fewer = max(heads), {n for n in heads if n != max(heads)}
+    if len(fewer) > 1:
+        return f"{sorted(set(heads))} are more than two different numbers of heads"
+    try:
+        whole, shared = split_heads(total, fewer.pop() if fewer else total, world)
+    except ShapeError as error:
+        return str(error).replace("query heads", "heads").replace("key/value heads", "heads of other tensors")
+    shares: list[HeadShare] = [whole if n == total else shared for n in heads]
+    return _Plan(HeadLayout(1, tuple(shares), positions), HeadLayout(1, (whole,), positions))
+
+
+def _roles_of(
+    arguments: Mapping[int | str, Any], roles: Mapping[int | str, Role] | None, parameters: Sequence[str], name: str
+) -> dict[int | str, Role]:
+    """Return the roles of the tensors among the arguments; reject a tensor without one.
+
+    Args:
+        parameters: names of the function's parameters, for arguments by position.
+    """
+    parts: dict[int | str, Role] = {}
+    for key, x in arguments.items():
+        if not isinstance(x, Tensor) or x.dim() == 0:
+            continue
+        word = _word(key, parameters)
+        role: Role = Exchanged()
+        if roles is not None:
+            if key not in roles and word not in roles:
+                raise ArgumentError(f"{name}: the tensor {word!r} has no role; None passes it on as it is")
+            role = roles.get(key, roles.get(word))
+        if role is not None:
+            if max(role) >= x.dim() or (isinstance(role, Exchanged) and x.dim() < 3):
+                raise ArgumentError(f"{name}: {word!r} of shape {tuple(x.shape)} cannot be {role}; see roles")
+            parts[key] = role
+    return parts
+
+
+def _word(key: int | str, parameters: Sequence[str]) -> int | str:
+    """Return the name of an argument, or its position where nobody knows the name."""
+    return parameters[key] if isinstance(key, int) and key < len(parameters) else key
+
+
+def _as_heads(x: Tensor, role: Exchanged, name: str) -> Tensor:
+    """Return a view or copy ``[b, s, heads, d]`` of a tensor with other dims, d being all that is left."""
+    if type(x) is not Tensor and not is_compiling():
+        check_kind(x, name)
+    if role != (1, 2):
+        x = x.movedim(role, (1, 2))
+    return x if x.dim() == 4 else x.unsqueeze(3) if x.dim() == 3 else x.flatten(3)
+
+
+def _from_heads(x: Tensor, role: Exchanged, like: Tensor) -> Tensor:
+    """Return a tensor ``[b, s, heads, d]`` in the dims of ``like``, with its own positions and heads."""
+    rest = [size for dim, size in enumerate(like.shape) if dim not in role][1:]
+    if like.dim() != 4:
+        x = x.reshape(*x.shape[:3], *rest)
+    return x if role == (1, 2) else x.movedim((1, 2), role)
+
+
+def _sizes(sizes: Sequence[int] | None, x: Tensor, group: ProcessGroup, name: str, dim: int = 1) -> Ints:
+    """Return the positions of every rank, and check this rank's."""
+    world, rank, length = group.size(), group.rank(), x.shape[dim]
+    positions = normalize_sizes(sizes, name) or (length,) * world
+    try:
+        check_split_sizes((sum(positions),), 0, world, positions)
+        if positions[rank] != length:
+            raise ShapeError(f"sizes {list(positions)}: this rank holds {length} positions")
+    except ShapeError as error:
+        raise located(error, x.shape, name, group) from None
+    return positions
+
+
+def _starts(documents: Sequence[int] | None, length: int, name: str) -> Ints:
+    """Return the global starts of documents; check that they ascend from 0 and lie inside of the sequence."""
+    starts = (0,) if documents is None else checked_ints(documents, f"{name}: documents")
+    if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise((*starts, max(length, 1)))):
+        raise ArgumentError(f"{name}: documents {list(starts)[:8]} have to ascend from 0, below {length} positions")
+    return starts
+
+
+def _by_documents(
+    function: _Function,
+    arguments: Mapping[int | str, Any],
+    parts: Mapping[int | str, Role],
+    stops: Ints,
+    dim: int,
+) -> Any:
+    """Call ``function`` for each document, and concatenate its results along ``dim``.
+
+    Args:
+        stops: starts of the documents, and the end.
+    """
+
+    def called(start: int, stop: int) -> Any:
+        args, kwargs = [], {}
+        for key, x in arguments.items():
+            role = parts.get(key)
+            if len(stops) > 2 and isinstance(role, Exchanged | Gathered):
+                x = x.narrow(role.positions, start, stop - start)
+            if isinstance(key, int):
+                args.append(x)
+            else:
+                kwargs[key] = x
+        return function(*args, **kwargs)
+
+    results = [called(start, stop) for start, stop in pairwise(stops)]
+    if len(results) == 1:
+        return results[0]
+    if not isinstance(results[0], tuple):
+        return torch.cat(results, dim)
+    return torch.cat([returned[0] for returned in results], dim), *[None] * (len(results[0]) - 1)
+
+
+def conv_halo(function: _Function, group: GroupLike | None = None) -> _Function:
+    """Return a function over shards of the sequence that computes ``function``, a causal convolution, in one call.
+
+    Forward: the last K-1 positions before this rank's shard arrive in one all-to-all, of neighbours unless shards are
+    shorter. Backward: their gradients go back, and are added up. Positions before a document's start are zeros.
+
+    Args:
+        function: ``function(x, weight, bias, ...)`` of x ``[b, channels, n]`` and a weight of K taps in its last dim
+            returns ``[b, channels, n]``, whose position i is of the positions ``i-K+1`` to i of x, with zeros in front.
+        group: ranks that hold the sequence (see ``groups.as_group``); the tensor group by default.
+
+    Returns:
+        A function with the arguments of ``function``, and ``documents`` and ``sizes`` as in ``by_heads``.
+
+    Raises:
+        ShapeError: sizes that do not fit.
+
+    Shape: ``[b, channels, s] -> [b, channels, s]``.
+    """
+    name = "conv_halo"
+    ranks = resolve_sequence(group, name)
+
+    def over_shards(
+        x: Tensor,
+        weight: Tensor,
+        *args: Any,
+        documents: Sequence[int] | None = None,
+        sizes: Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if type(x) is not Tensor and not is_compiling():
+            check_kind(x, name)
+        if x.dim() != 3:
+            raise ShapeError(f"{name}: shape {tuple(x.shape)} is not [b, channels, s]")
+        width = weight.shape[-1] - 1
+        positions = _sizes(sizes, x, ranks, name, 2)
+        first = sum(positions[: ranks.rank()])
+        starts = _starts(documents, sum(positions), name)
+        if not width:
+            if x.shape[2]:
+                return function(x, weight, *args, **kwargs)
+            spare = torch.cat([x, x.new_zeros(*x.shape[:2], 1)], 2)  # functions may not take a shard without positions
+            return function(spare, weight, *args, **kwargs)[:, :, :0]
+        halo = _halo(x, width, positions, ranks, name)
+        # The document that the shard begins in may have begun inside of the halo.
+        begun = max([start for start in starts if start <= first])
+        before = min(max(begun - (first - width), 0), width)
+        if before:
+            halo = torch.cat([torch.zeros_like(halo[..., :before]), halo[..., before:]], 2)
+        inside = [start - first for start in starts if first < start < first + x.shape[2]]
+        pieces = x.tensor_split(inside, 2)
+        gap = halo.new_zeros(*halo.shape[:2], width) if inside else halo
+        # One call: K-1 zeros between documents, whose own results are left out.
+        extended = [halo, pieces[0]]
+        for piece in pieces[1:]:
+            extended += [gap, piece]
+        out = function(torch.cat(extended, 2), weight, *args, **kwargs)
+        if out.shape[2] != sum(piece.shape[2] for piece in extended):
+            raise ShapeError(f"{name}: the function returned {out.shape[2]} positions; as many as it gets are needed")
+        ends = list(accumulate([width + piece.shape[2] for piece in pieces]))
+        kept = [out.narrow(2, end - piece.shape[2], piece.shape[2]) for end, piece in zip(ends, pieces, strict=True)]
+        return kept[0] if len(kept) == 1 else torch.cat(kept, 2)
+
+    return over_shards
+
+
+class _Columns(NamedTuple):
+    """The first of a rank's positions, and a number of them."""
+
+    start: int
+    count: int
+
+
+class _Halo(NamedTuple):
+    """Positions that a rank sends to every rank, and numbers that arrive from each."""
+
+    sent: tuple[_Columns, ...]
+    received: Ints
+
+
+@lru_cache(maxsize=1024)
+def _halo_plan(positions: Ints, width: int, rank: int) -> _Halo:
+    """Plan which of the last ``width`` positions before every shard lie on which rank."""
+    firsts = tuple(accumulate(positions, initial=0))
+
+    def overlap(source: int, target: int) -> _Columns:
+        start = max(firsts[source], firsts[target] - width)
+        stop = min(firsts[source + 1], firsts[target])
+        return _Columns(start - firsts[source], max(stop - start, 0))
+
+    world = len(positions)
+    sent = tuple([overlap(rank, target) if target > rank else _Columns(0, 0) for target in range(world)])
+    received = tuple([overlap(source, rank).count if source < rank else 0 for source in range(world)])
+    return _Halo(sent, received)
+
+
+def _halo(x: Tensor, width: int, positions: Ints, group: ProcessGroup, name: str) -> Tensor:
+    """Return the ``width`` positions before this rank's shard ``[b, channels, s]``; zeros before the first one."""
+    plan = (_halo_plan.__wrapped__ if is_compiling() else _halo_plan)(positions, width, group.rank())
+    parts = [x.narrow(2, columns.start, columns.count) for columns in plan.sent if columns.count]
+    rows = torch.cat(parts, 2) if len(parts) > 1 else parts[0] if parts else x[:, :, :0]
+    sent = tuple([columns.count for columns in plan.sent])
+    arrived = exchange_rows(
+        rows.movedim(2, 0).contiguous(), plan.received, sent, group, (name, f"{name}.backward")
+    ).movedim(0, 2)
+    missing = width - sum(plan.received)
+    if missing:
+        arrived = torch.cat([arrived.new_zeros(*x.shape[:2], missing), arrived], 2)
+    return arrived
