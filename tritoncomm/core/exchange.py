@@ -80,9 +80,13 @@ class Exchange(NamedTuple, Generic[_Pack, _Unpack]):
         if self.unpack is None:
             span.end(path, copied, self.bytes_sent)
             return [received]
-        if outs is None:
-            outs, way, unpacked = self.unpack.results(received, self.shapes)
+        if outs is None and isinstance(self.unpack, SplitPass):
+            outs, way, unpacked = self.unpack.results(received)
         else:
+            if outs is None:
+                outs = []
+                for shape in self.shapes:
+                    outs.append(empty(received, shape, contiguous_stride(shape), received.dtype))
             _, way, unpacked = self.unpack.unpack(received, outs)
         span.end(way if path == "view" else path, copied + unpacked, self.bytes_sent)
         return outs

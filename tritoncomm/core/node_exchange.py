@@ -126,7 +126,7 @@ def all_to_all(x: Tensor, planned: CollectivePlan, nodes: Nodes, group: ProcessG
     first, second = _even_levels(x.shape, x.itemsize, nodes)
     middle = first.start((x,), group, span.name, asynchronous=False)
     crossed = second.start((middle.received,), group, span.name, asynchronous=False)
-    (out,), _, unpacked = second.unpack.results(crossed.received, second.shapes)
+    (out,), _, unpacked = second.unpack.results(crossed.received)
     span.end(crossed.path, middle.copied + crossed.copied + unpacked, first.bytes_sent + second.bytes_sent)
     return torch.ops.aten._unsafe_view(out, planned.shape)
 

@@ -132,7 +132,7 @@ class SplitPass(NamedTuple):
         split = self.split
         return unpack(wire, split.shape, split.dim, split.world, split.sizes, out=tensors[0])
 
-    def results(self, wire: Tensor, shapes: Sequence[Ints] = ()) -> Results:
+    def results(self, wire: Tensor) -> Results:
         """Unpack the wire into a new contiguous tensor, of the split's shape."""
         _range = profiler._is_profiler_enabled and record.profiler_range("unpack")
         split = self.split

@@ -19,7 +19,7 @@ from tritoncomm_kernels.dtypes import checked_scale, wide_type
 from tritoncomm import record
 from tritoncomm.core.blocks import Block, table_of
 from tritoncomm.core.memory import contiguous_stride, empty
-from tritoncomm.core.ops import Passed, Results, has_lazy, path_for, reduce
+from tritoncomm.core.ops import Passed, has_lazy, path_for, reduce
 from tritoncomm.core.plan import Ints
 from tritoncomm.record import CopyPath
 
@@ -240,14 +240,6 @@ class Pass:
                 torch_path.put(x, [part.in_wire(typed) for part in parts], scale, wide, accumulate)
             copied += prod(block.size) * (len(parts) * dtype.itemsize + x.itemsize * (2 if accumulate else 1))
         return copied
-
-    def results(self, wire: Tensor, shapes: Sequence[Ints]) -> Results:
-        """Unpack the wire into new contiguous tensors of these shapes and the wire's dtype."""
-        tensors = []
-        for shape in shapes:
-            tensors.append(empty(wire, shape, contiguous_stride(shape), wire.dtype))
-        _, path, copied = self.unpack(wire, tensors)
-        return tensors, path, copied
 
     def unpacked_bytes(self, tensors: Sequence[Tensor], accumulate: bool) -> int:
         """Return the bytes that an unpack into these tensors reads plus writes."""
