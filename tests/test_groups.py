@@ -41,6 +41,7 @@ from tritoncomm import (
     mappings,
     p2p,
     parallel,
+    recurrent,
     runtime,
     ulysses,
 )
@@ -49,7 +50,10 @@ from tritoncomm.runtime import read_sizes
 from tritoncomm.ulysses import UlyssesAttention
 
 M = ParallelMode
-MODULES = {"collective": collective, "mappings": mappings, "p2p": p2p, "parallel": parallel, "ulysses": ulysses}
+MODULES = {
+    "collective": collective, "mappings": mappings, "p2p": p2p, "parallel": parallel, "recurrent": recurrent,
+    "ulysses": ulysses,
+}  # fmt: skip
 SIZES = read_sizes(1, 1, None, 1, 1, None, None, None)
 
 
@@ -751,6 +755,10 @@ def _attend(group: Any, x: Tensor) -> Tensor:
     return UlyssesAttention(group)(*[x.view(1, 16, 4, 1)] * 3)
 
 
+def _sums_of_two(x: Tensor, weight: Tensor) -> Tensor:
+    return x + torch.nn.functional.pad(x, (1, -1))
+
+
 def _parallelize(group: Any, x: Tensor) -> Tensor:
     torch.manual_seed(0)
     linear = parallelize_module(torch.nn.Linear(4, 8), group, parallel.ColwiseParallel())
@@ -780,6 +788,8 @@ TAKE_GROUPS: dict[str, Any] = {
     "p2p._batched_p2p_ops": lambda group, x: _post(p2p._batched_p2p_ops, group, x),
     "p2p._p2p_ops": lambda group, x: _post(p2p._p2p_ops, group, x),
     "ulysses.UlyssesAttention": _attend,
+    "recurrent.by_heads": lambda group, x: recurrent.by_heads(lambda y: y.cumsum(1), group)(x.view(1, 16, 4)),
+    "recurrent.conv_halo": lambda group, x: recurrent.conv_halo(_sums_of_two, group)(x.t()[None], torch.ones(4, 2)),
     "parallel.ColwiseParallel": _parallelize,
 }  # fmt: skip
 

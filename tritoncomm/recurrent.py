@@ -22,7 +22,8 @@ from tritoncomm.core.validation import check_kind, checked_ints
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.groups import GroupLike, resolve_sequence
 from tritoncomm.mappings import all_gather_dim
-from tritoncomm.ulysses import exchange_rows, to_heads, to_sequence
+from tritoncomm.mappings.exchanges import exchange_rows
+from tritoncomm.ulysses import to_heads, to_sequence
 
 __all__ = ["Exchanged", "Gathered", "Role", "Sliced", "by_heads", "conv_halo"]
 

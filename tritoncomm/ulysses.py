@@ -15,20 +15,20 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
-from tritoncomm.core import compiled, eager, heads
+from tritoncomm.core import compiled, heads
 from tritoncomm.core.autograd import direct
 from tritoncomm.core.heads import HEAD_DIM, HeadLayout, HeadShare, split_heads
 from tritoncomm.core.plan import Ints, check_split_sizes, located, normalize_sizes
 from tritoncomm.core.validation import check_kind
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.groups import GroupLike, resolve_sequence
+from tritoncomm.mappings.exchanges import _RowExchange
 
 __all__ = [
     "AttentionExchange",
     "UlyssesAttention",
     "autocast",
     "exchange_for",
-    "exchange_rows",
     "to_heads",
     "to_sequence",
 ]
@@ -162,27 +162,6 @@ class _FusedToHeads(torch.autograd.Function):
         return None, None, None, fused
 
 
-@direct
-class _Flat(torch.autograd.Function):
-    """Forward: all-to-all of rows by their numbers. Backward: with both lists swapped."""
-
-    @staticmethod
-    def forward(ctx: Any, wire: Tensor, recv: Ints, send: Ints, group: ProcessGroup, names: tuple[str, str]) -> Tensor:
-        ctx.counts, ctx.group, ctx.names = (send, recv), group, (names[1], names[1])
-        return eager.all_to_all_single(wire, group, recv, send, names[0])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Flat.apply(grad.contiguous(), *ctx.counts, ctx.group, ctx.names), None, None, None, None
-
-
-def exchange_rows(x: Tensor, recv: Ints, send: Ints, group: ProcessGroup, names: tuple[str, str]) -> Tensor:
-    """Forward: all-to-all of the rows of dim 0, by numbers from and to each rank. Backward: the rows go back."""
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _Flat.apply(x, recv, send, group, names)
-    return eager.all_to_all_single(x.detach() if x.requires_grad else x, group, recv, send, names[0])
-
-
 def to_heads(
     tensors: Sequence[Tensor], layout: HeadLayout, group: ProcessGroup, names: tuple[str, str]
 ) -> Sequence[Tensor]:
@@ -263,7 +242,7 @@ def _traced_to_heads(
             x.unflatten(HEAD_DIM, (world, s.sizes[0])).movedim(HEAD_DIM, 0).flatten(3)
             for x, s in zip(tensors, layout.shares, strict=True)
         ]
-        received = _Flat.apply(torch.cat(blocks, 3).view(-1), by_positions, by_heads, group, names)
+        received = _RowExchange.apply(torch.cat(blocks, 3).view(-1), by_positions, by_heads, group, names)
         whole = received.view(world, *tensors[0].shape[:2], widths[rank]).movedim(0, layout.seq_dim)
         joined = whole.flatten(layout.seq_dim, layout.seq_dim + 1)
     else:
@@ -272,7 +251,7 @@ def _traced_to_heads(
             for w in range(world)
         ]
         wire = torch.cat([block.reshape(-1) for block in blocks])
-        received = _Flat.apply(wire, by_positions, by_heads, group, names)
+        received = _RowExchange.apply(wire, by_positions, by_heads, group, names)
         parts = [
             part.view((batch, size, widths[rank]) if layout.seq_dim else (size, batch, widths[rank]))
             for part, size in zip(received.split(by_positions), layout.seq_sizes, strict=True)
@@ -299,14 +278,14 @@ def _traced_to_sequence(out: Tensor, layout: HeadLayout, group: ProcessGroup, na
     lead = (batch, size) if layout.seq_dim else (size, batch)
     if layout.even:
         wire = out.unflatten(layout.seq_dim, (group.size(), size)).movedim(layout.seq_dim, 0).reshape(-1)
-        received = _Flat.apply(wire, by_heads, by_positions, group, names)
+        received = _RowExchange.apply(wire, by_heads, by_positions, group, names)
         return (
             received.view(group.size(), *lead, share.sizes[rank], head_dim)
             .movedim(0, HEAD_DIM)
             .flatten(HEAD_DIM, HEAD_DIM + 1)
         )
     blocks = [part.reshape(-1) for part in out.split(layout.seq_sizes, layout.seq_dim)]
-    received = _Flat.apply(torch.cat(blocks), by_heads, by_positions, group, names)
+    received = _RowExchange.apply(torch.cat(blocks), by_heads, by_positions, group, names)
     parts = [part.view(*lead, n, head_dim) for part, n in zip(received.split(by_heads), share.sizes, strict=True)]
     return torch.cat(parts, HEAD_DIM)
 

@@ -16,7 +16,7 @@ from pool import Pool
 from torch.distributed import ProcessGroup
 
 import tritoncomm
-from tritoncomm import MismatchError, debug, mappings, p2p, reshard, ulysses
+from tritoncomm import MismatchError, debug, mappings, p2p, recurrent, reshard, ulysses
 from tritoncomm import collective as c
 from tritoncomm.debug import check, comparison
 from tritoncomm.groups import ParallelMode, get_group
@@ -146,7 +146,10 @@ def test_every_p2p_step_has_a_row() -> None:
     assert set(p2p.__all__) <= rows["p2p"] | rows["P2PCommunicator"] | set(ELSEWHERE)
 
 
-MODULES = {"collective": c, "mappings": mappings, "ulysses": ulysses, "reshard": reshard, "debug": debug}
+MODULES = {
+    "collective": c, "mappings": mappings, "ulysses": ulysses, "recurrent": recurrent, "reshard": reshard,
+    "debug": debug,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from tritoncomm import collective as c
-from tritoncomm import debug, ulysses
+from tritoncomm import debug, recurrent, ulysses
 from tritoncomm import mappings as m
 from tritoncomm.reshard import Layout, OwnedExchange, exchange_owned, reshard, reshard_plan, sequence_layout
 
@@ -174,6 +174,17 @@ ULYSSES = {
         _to_sequence, **_HEADS, differ={"sizes": lambda w: {"sizes": _sizes(w, False)}}, words={"sizes": _LAYOUT}
     ),
 }  # fmt: skip
+RECURRENT = {
+    "by_heads": Row(
+        lambda g, x, sizes=None: recurrent.by_heads(lambda y: y * 2, g)(x, sizes=sizes), **_HEADS,
+        differ={"sizes": lambda w: {"sizes": _sizes(w, False)}}, words={"sizes": _LAYOUT},
+    ),
+    "conv_halo": Row(
+        lambda g, x, sizes=None: recurrent.conv_halo(lambda y, weight: y * 2, g)(x, x.new_ones(4, 3), sizes=sizes),
+        lambda w: (2, 4, 4), lambda w: (2, 8, 4),
+        impossible={"sizes": "shards are longer than the halo, so that the same positions travel"},
+    ),
+}  # fmt: skip
 
 
 def _layouts(g: Any, x: Tensor, to: int) -> tuple[Any, Any]:
@@ -231,12 +242,12 @@ ROWS: dict[str, Row] = {
     f"{module}.{name}": row
     for module, rows in (
         ("collective", COLLECTIVES), ("mappings", MAPPINGS), ("mappings", BACKWARDS), ("ulysses", ULYSSES),
-        ("reshard", RESHARD), ("debug", DEBUG), ("tensor", TENSOR), ("parallel", PARALLEL),
+        ("recurrent", RECURRENT), ("reshard", RESHARD), ("debug", DEBUG), ("tensor", TENSOR), ("parallel", PARALLEL),
         ("integrations", INTEGRATIONS),
     )
     for name, row in rows.items()
 }  # fmt: skip
-MODULES = {"collective": c, "mappings": m, "ulysses": ulysses, "debug": debug}
+MODULES = {"collective": c, "mappings": m, "recurrent": recurrent, "ulysses": ulysses, "debug": debug}
 
 SILENT = {  # public names that no other rank has to call
     "collective.Handle": "a result of asynchronous calls, which are rows",
@@ -247,6 +258,10 @@ SILENT = {  # public names that no other rank has to call
     "ulysses.AttentionExchange": "a tuple",
     "ulysses.autocast": "casts, and sends nothing",
     "ulysses.exchange_for": "plans, and sends nothing",
+    "recurrent.Exchanged": "a role of an argument",
+    "recurrent.Gathered": "a role of an argument",
+    "recurrent.Role": "the type of roles",
+    "recurrent.Sliced": "a role of an argument",
     "reshard.Layout": "a description",
     "reshard.ReshardPlan": "what reshard_plan, a row, returns",
     "reshard.balanced_owners": "computes",

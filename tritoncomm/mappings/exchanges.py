@@ -10,12 +10,21 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import record
 from tritoncomm.core import eager, ops
-from tritoncomm.core.autograd import direct
+from tritoncomm.core.autograd import direct, wants_grad, without_graph
 from tritoncomm.core.plan import Ints, normalize_sizes
 from tritoncomm.core.validation import check_kind
 from tritoncomm.mappings.general import checked
 
-__all__ = ["_AllToAll", "_HiddenToSequence", "_SequenceToHidden", "all_to_all_single", "to_hidden", "to_sequence"]
+__all__ = [
+    "_AllToAll",
+    "_HiddenToSequence",
+    "_RowExchange",
+    "_SequenceToHidden",
+    "all_to_all_single",
+    "exchange_rows",
+    "to_hidden",
+    "to_sequence",
+]
 
 
 @direct
@@ -120,3 +129,24 @@ class _HiddenToSequence(Function):
         if grad_output.requires_grad:
             return _SequenceToHidden.apply(*args), None, None, None
         return to_hidden(*args, "all_to_all_hp2sp.backward"), None, None, None
+
+
+@direct
+class _RowExchange(Function):
+    """Forward: all-to-all of rows by their numbers. Backward: with both lists swapped."""
+
+    @staticmethod
+    def forward(ctx: Any, wire: Tensor, recv: Ints, send: Ints, group: ProcessGroup, names: tuple[str, str]) -> Tensor:
+        ctx.counts, ctx.group, ctx.names = (send, recv), group, (names[1], names[1])
+        return eager.all_to_all_single(wire, group, recv, send, names[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _RowExchange.apply(grad.contiguous(), *ctx.counts, ctx.group, ctx.names), None, None, None, None
+
+
+def exchange_rows(x: Tensor, recv: Ints, send: Ints, group: ProcessGroup, names: tuple[str, str]) -> Tensor:
+    """Forward: all-to-all of the rows of dim 0, by numbers from and to each rank. Backward: the rows go back."""
+    if wants_grad(x):
+        return _RowExchange.apply(x, recv, send, group, names)
+    return eager.all_to_all_single(without_graph(x), group, recv, send, names[0])
