@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
 
 from tritoncomm import ArgumentError, ShapeError, UnsupportedError, record
 from tritoncomm.recurrent import Exchanged, Gathered, Sliced, by_heads, conv_halo
@@ -170,6 +171,37 @@ def test_double_backward(group: ProcessGroup) -> None:
         (second,) = torch.autograd.grad((grad**2).sum(), z)
         seconds.append(second)
     torch.testing.assert_close(seconds[0], seconds[1].chunk(2, 2)[group.rank()])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(group: ProcessGroup, reentrant: bool) -> None:
+    full = [drawn(1, 8, 4, 3, seed=i).requires_grad_() for i in range(3)]
+    wanted = torch.autograd.grad((rule(*full)[0] ** 2).sum(), full)
+    mine = [x.detach().chunk(2, 1)[group.rank()].clone().requires_grad_() for x in full]
+    call = by_heads(rule, group)
+    out: Any = checkpoint(lambda *xs: call(*xs)[0], *mine, use_reentrant=reentrant)
+    (out**2).sum().backward()
+    for x, y in zip(mine, wanted, strict=True):
+        torch.testing.assert_close(x.grad, y.chunk(2, 1)[group.rank()])
+
+
+@pytest.mark.ranks(2)
+def test_autocast_modes_and_dtypes(group: ProcessGroup) -> None:
+    """Of the function itself: what it gets keeps its dtype."""
+    rank, weight = group.rank(), torch.eye(4)
+    q, k, v = (drawn(1, 8, 4, 4, seed=i, dtype=torch.float32) for i in range(3))
+    mine = [x.chunk(2, 1)[rank] for x in (q, k)] + [v.chunk(2, 1)[rank].clone().requires_grad_()]
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = (q @ weight) * k + v
+        out = by_heads(lambda q, k, v: (q @ weight) * k + v, group)(*mine)
+    assert torch.equal(out, wanted.chunk(2, 1)[rank])
+    with torch.inference_mode():
+        assert torch.equal(by_heads(rule, group)(*mine)[0], rule(q, k, v)[0].chunk(2, 1)[rank])
+    strided = q.transpose(2, 3).chunk(2, 1)[rank]
+    assert torch.equal(by_heads(lambda x: x * 2, group)(strided), strided * 2)
+    for x in (torch.arange(8).view(1, 4, 2, 1), torch.randn(1, 4, 2, 3, dtype=torch.complex64).conj()):
+        assert torch.equal(by_heads(lambda x: x * 2, group)(x), x * 2)
 
 
 @pytest.mark.ranks(2)
