@@ -8,9 +8,11 @@ from unittest import mock
 import pytest
 import torch
 from bits import bits, random_bits
+from fuzz_calls import tensor_of
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tritoncomm import collective
 from tritoncomm.core import blocks, ops, passes
 from tritoncomm.core.blocks import Block
 from tritoncomm.core.exchange import Exchange
@@ -125,3 +127,13 @@ def test_an_exchange_of_new_sizes_in_every_call(group: ProcessGroup) -> None:
         assert torch.equal(out, torch.cat(expected))
         assert out._base is None
     assert passes.whole_tensors.cache_info().currsize == entries
+
+
+@pytest.mark.ranks(2)
+def test_a_wrapper_is_read_where_its_data_is(group: ProcessGroup) -> None:
+    """Of a slice the wrapper itself says that it starts at the beginning of its memory."""
+    for dtype in (torch.float32, torch.complex64):
+        x = torch.arange(48).to(dtype).view(6, 8)[1:5, 2:6]
+        for dim in (0, 1):
+            found = collective.split_reduce_scatter(tensor_of("wrapper", x, group), dim, group)
+            assert torch.equal(found.inside, (2 * x).chunk(2, dim)[group.rank()])

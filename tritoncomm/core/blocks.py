@@ -15,6 +15,7 @@ from tritoncomm.errors import ShapeError
 __all__ = ["MOST_SEGMENTS", "Array", "Block", "Blocks", "copies_of", "table_of"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
+_PLAIN = (Tensor, torch.nn.Parameter)
 MOST_SEGMENTS = 8192  # more than that many small segments take longer than one launch for every tensor
 
 
@@ -62,7 +63,13 @@ class Block(NamedTuple):
 
     def view(self, x: Tensor) -> Tensor:
         """Return the box as a view of its tensor."""
-        return x.as_strided(self.size, self.stride, x.storage_offset() + self.offset)
+        if not self.offset:
+            return x.as_strided(self.size, self.stride)
+        if type(x) in _PLAIN:
+            return x.as_strided(self.size, self.stride, x.storage_offset() + self.offset)
+        # A wrapper may have its data in another tensor, with another offset: only relative views are right.
+        end = 1 + self.offset + sum((size - 1) * step for size, step in zip(self.size, self.stride, strict=True))
+        return x.as_strided((end,), (1,)).narrow(0, self.offset, end - self.offset).as_strided(self.size, self.stride)
 
     def in_wire(self, wire: Tensor) -> Tensor:
         """Return the box as a view of the wire, which has the box's dtype."""

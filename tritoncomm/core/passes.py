@@ -159,8 +159,7 @@ class Pass:
         if path == "torch" and is_plain and self.joined is not None:
             views = []
             for block in self.blocks:
-                x = tensors[block.tensor]
-                views.append(x.as_strided(block.size, block.stride, x.storage_offset() + block.offset))
+                views.append(block.view(tensors[block.tensor]))
             wire = torch.cat(views, self.joined[1])
             return wire.view(-1), path, 2 * wire.nbytes
         if wire is None:
@@ -207,8 +206,7 @@ class Pass:
             if block.tensor == PADDING:
                 place.zero_()
                 continue
-            x = tensors[block.tensor]
-            x = x.as_strided(block.size, block.stride, x.storage_offset() + block.offset)
+            x = block.view(tensors[block.tensor])
             copied += x.nbytes
             wide = wide_type("pack", x.dtype, dtype, scale is not None)
             if scale is not None or (wide is torch.float64 and dtype.itemsize == 2):  # through fp32, as kernels round
@@ -227,7 +225,7 @@ class Pass:
         for block, parts, stack in self.targets:
             x, dtype = tensors[block.tensor], self.dtypes[block.tensor]
             typed = wire if wire.dtype is dtype else _typed(wire, dtype)
-            x = x.as_strided(block.size, block.stride, x.storage_offset() + block.offset)
+            x = block.view(x)
             is_plain = x.dtype is dtype and scale is None and not accumulate
             if is_plain and len(parts) == 1:
                 at = typed.storage_offset() + parts[0].wire // dtype.itemsize
