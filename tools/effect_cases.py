@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from bits import random_bits
+from fuzz_calls import _Wrapper  # pyright: ignore[reportPrivateUsage]
 from fuzz_stages import _register  # pyright: ignore[reportPrivateUsage]
 from mapping_cases import FUNCTIONS, GRADS, MAPPINGS, Call, as_asked, by_sizes, local_shape, run, value, with_layout
 from torch import Tensor
@@ -46,13 +47,13 @@ def _memory(x: Tensor, layout: str) -> Tensor:
         return torch._neg_view(-x)
     if layout == "conjugate":
         return x.conj().clone().conj()
-    return with_layout(x, layout)
+    return _Wrapper(with_layout(x, "sliced")) if layout == "wrapped" else with_layout(x, layout)
 
 
 # ---- mappings and collectives ----
 
 _KINDS = [(dtype, "contiguous") for dtype in ("float32", "bfloat16", "float64", "int64", "bool", "uint16", "complex64")]
-_KINDS += [("float32", layout) for layout in ("transposed", "sliced", "permuted", "negative")]
+_KINDS += [("float32", layout) for layout in ("transposed", "sliced", "permuted", "negative", "wrapped")]
 _KINDS += [("complex64", "conjugate"), ("float8_e4m3fn", "transposed")]
 _ROOTED = ("collective.broadcast", "collective.reduce")
 
@@ -115,6 +116,7 @@ def many(group: ProcessGroup) -> Iterator[Case]:
     options += [{"dtype": torch.bfloat16, "scale": 2.0}, {"wire": torch.bfloat16}, {"wire": torch.float16, "scale": 3}]
     kinds = [("float32", "contiguous"), ("bfloat16", "contiguous"), ("float64", "sliced")]
     kinds += [("float32", "transposed"), ("float32", "negative"), ("int64", "contiguous"), ("complex64", "conjugate")]
+    kinds += [("float32", "wrapped"), ("float32", "sliced")]
     for (name, (sizes, dims)), option, kind in itertools.product(shapes.items(), options, kinds):
         if name in ("one", "empty", "twenty") and kind not in kinds[:2]:
             continue
@@ -154,7 +156,7 @@ def sums(group: ProcessGroup) -> Iterator[Case]:
     if world == 4:
         levels += [{"exchange": "node"}, {"exchange": "node", "wire_between": torch.bfloat16}]
     kinds = [("float32", "contiguous"), ("float32", "transposed"), ("float64", "sliced"), ("bfloat16", "contiguous")]
-    kinds += [("float32", "negative")]
+    kinds += [("float32", "negative"), ("float32", "wrapped"), ("float32", "sliced")]
     for (name, (shape, dim, option)), level, (dtype, layout) in itertools.product(cases.items(), levels, kinds):
         if "chunks" in name and (dtype, layout) != kinds[0]:
             continue
@@ -219,7 +221,7 @@ def attention(group: ProcessGroup) -> Iterator[Case]:
     heads = [(8, 8), (8, 2), (6, 3), (5, 5)]
     even, uneven = (5,) * world, tuple(3 + 2 * rank for rank in range(world))
     for (q, kv), sizes, seq, layout in itertools.product(
-        heads, (even, uneven), ("bshd", "sbhd"), ("contiguous", "fused", "packed", "swapped", "negative")
+        heads, (even, uneven), ("bshd", "sbhd"), ("contiguous", "fused", "packed", "swapped", "negative", "wrapped")
     ):
         for dtype, dims in (("float32", (4, 4, 4)), ("bfloat16", (4, 4, 4)), ("float32", (4, 4, 6))):
             is_plain = layout == "contiguous"
@@ -252,6 +254,8 @@ def _attention(
             xs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in xs]
         elif layout == "negative":
             xs = [torch._neg_view(-x) for x in xs]
+        elif layout == "wrapped":
+            xs = [_Wrapper(x) for x in xs]
         elif layout != "fused":
             xs = [x.contiguous() for x in xs]
         xs = [x.detach().requires_grad_(layout != "no grad") for x in xs]
@@ -289,6 +293,7 @@ def messages(group: ProcessGroup) -> Iterator[Case]:
     }
     kinds = [(dtype, "contiguous") for dtype in ("float32", "bfloat16", "bool", "uint16", "complex64", "float8_e5m2")]
     kinds += [("float32", "transposed"), ("float32", "negative"), ("int8", "sliced"), ("complex64", "conjugate")]
+    kinds += [("float32", "wrapped"), ("float32", "sliced")]
     for (name, shapes), (dtype, layout) in itertools.product(forms.items(), kinds):
         yield Case(f"ring, {name}, {dtype} {layout}", _ring(group, shapes, dtype, layout))
 

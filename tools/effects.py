@@ -103,7 +103,7 @@ def _backend_calls() -> Iterator[list[Any]]:
 
 def _digest(x: Tensor) -> str:
     """Hash the bits of a tensor as it is seen."""
-    x = x.detach().resolve_conj().resolve_neg().contiguous()
+    x = getattr(x, "inside", x).detach().resolve_conj().resolve_neg().contiguous()
     return hashlib.sha256(x.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:16] if x.numel() else ""
 
 
@@ -114,8 +114,9 @@ def _seen(results: Any) -> list[Any]:
         if not isinstance(x, Tensor):
             seen.append(repr(x))
             continue
+        kind, x = type(x).__name__, getattr(x, "inside", x)  # a wrapper has its data in another tensor
         first = storages.setdefault(x.untyped_storage().data_ptr(), i) if x.numel() else i
-        flags = (x.requires_grad, type(x).__name__, x.is_conj(), x.is_neg(), x._base is not None, first)
+        flags = (x.requires_grad, kind, x.is_conj(), x.is_neg(), x._base is not None, first)
         seen.append([str(x.dtype)[6:], list(x.shape), list(x.stride()), *flags, _digest(x)])
     return seen
 

@@ -12,13 +12,15 @@ from fuzz_calls import tensor_of
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tritoncomm import collective
+from tritoncomm import collective, mappings
 from tritoncomm.core import blocks, ops, passes
 from tritoncomm.core.blocks import Block
 from tritoncomm.core.exchange import Exchange
 from tritoncomm.core.memory import contiguous_stride
 from tritoncomm.core.passes import Pass
 from tritoncomm.record import Span
+from tritoncomm.recurrent import by_heads
+from tritoncomm.ulysses import UlyssesAttention
 
 PATHS = ("torch", "triton")
 LAYOUTS: dict[str, Any] = {
@@ -132,8 +134,19 @@ def test_an_exchange_of_new_sizes_in_every_call(group: ProcessGroup) -> None:
 @pytest.mark.ranks(2)
 def test_a_wrapper_is_read_where_its_data_is(group: ProcessGroup) -> None:
     """Of a slice the wrapper itself says that it starts at the beginning of its memory."""
-    for dtype in (torch.float32, torch.complex64):
-        x = torch.arange(48).to(dtype).view(6, 8)[1:5, 2:6]
-        for dim in (0, 1):
-            found = collective.split_reduce_scatter(tensor_of("wrapper", x, group), dim, group)
-            assert torch.equal(found.inside, (2 * x).chunk(2, dim)[group.rank()])
+    calls: dict[str, Any] = {
+        "rows": lambda x: collective.split_reduce_scatter(x, 0, group),
+        "columns": lambda x: collective.split_reduce_scatter([x, x], (1, 0), group)[0],
+        "wire": lambda x: collective.reduce_scatter(x, 1, group, sizes=[1, 3], wire=torch.bfloat16),
+        "uneven": lambda x: collective.reduce_scatter(x, 1, group, sizes=[1, 3]),
+        "all_reduce": lambda x: collective.all_reduce(x.clone(), group, wire=torch.bfloat16),
+        "all_to_all": lambda x: mappings.all_to_all_dims(x, 1, 0, group),
+        "heads": lambda x: UlyssesAttention(group, attention=lambda q, k, v: q + v)(*[x.view(1, 4, 4, 1)] * 3),
+        "by_heads": lambda x: by_heads(lambda q: q.cumsum(1), group)(x.view(1, 4, 4, 1)),
+    }
+    for (name, call), dtype in itertools.product(calls.items(), (torch.float32, torch.float64)):
+        if dtype is torch.float64 and name in ("wire", "all_reduce"):
+            continue
+        x = (torch.arange(48) + group.rank()).to(dtype).view(6, 8)[1:5, 2:6]
+        found = call(tensor_of("wrapper", x, group))
+        assert torch.equal(found.inside, call(x)), (name, dtype)

@@ -109,6 +109,7 @@ def test_refusals(group: TorchGroup) -> None:
     with pytest.raises(UnsupportedError, match="partial"):
         Layout.on_mesh((8, 4), every, [Partial()])
     assert torch.equal(go()()["w"], torch.ones(8, 1))  # the group is usable
+    assert torch.equal(go(bucket_bytes=2**70)()["w"], torch.ones(8, 1))  # no number of bytes is too large
     refused(go(source=Layout.on_mesh((8, 4), range(8), [0])), GroupError, "[4, 5, 6, 7]", "source")
 
 

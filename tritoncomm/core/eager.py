@@ -387,4 +387,4 @@ def _plan_exchange(
 
 _even_exchange = lru_cache(maxsize=8192)(_plan_exchange)
 _sized_exchange = lru_cache(maxsize=256)(_plan_exchange)
-"""By split sizes, which may be new in every call and grow with the ranks: a small cache of its own."""
+"""Exchanges by split sizes, in a small cache: the sizes may be new in every call, and grow with the ranks."""

@@ -31,7 +31,7 @@ __all__ = [
 Passed = tuple[Tensor, CopyPath, int]
 """A pass that ran: the tensor that it made, or its wire, the path, and the bytes read plus bytes written."""
 Results = tuple[list[Tensor], CopyPath, int]
-"""What an unpack made: new tensors, the path, and the bytes read plus bytes written."""
+"""New tensors of an unpack, its path, and the bytes read plus bytes written."""
 _CAT_ROW, _CAT_BYTES = 2048, 1 << 15  # torch.cat is faster for rows of at most, and wires of at least, these bytes
 _forced = variables.PATH
 

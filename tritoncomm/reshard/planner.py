@@ -174,7 +174,8 @@ class _Planner:
     def __init__(
         self, items: tuple[Item, ...], ranks: Ints, position: int, bucket_bytes: int, every_replica: bool
     ) -> None:
-        self.items, self.ranks, self.position, self.limit = items, ranks, position, bucket_bytes
+        self.items, self.ranks, self.position = items, ranks, position
+        self.limit = min(bucket_bytes, 2**62)  # more is not an int64
         self.every_replica, self.world = every_replica, len(ranks)
         self.dims = max((len(item.source.shape) for item in items), default=0) or 1
         self.itemsizes = np.array([item.carried.itemsize for item in items], np.int64)
