@@ -163,7 +163,7 @@ bench-against: $(READY) $(PEERS)  ## measures another commit too: BASE=<commit>
 # What users see of calls, bit for bit, on this tree and on another commit: a redesign changes nothing.
 # ARGS="--domains sums" compares a part.
 effects: $(READY)  ## compares effects with a commit: BASE=<commit>
-	PYTHONPATH=.:kernels $(if $(PYTHON),$(PYTHON),$(PY)) tools/effects.py $(BASE) $(ARGS)
+	PYTHONPATH=.:kernels:tests/helpers $(if $(PYTHON),$(PYTHON),$(PY)) tools/effects.py $(BASE) $(ARGS)
 	PYTHONPATH=.:kernels $(if $(PYTHON),$(PYTHON),$(PY)) tools/entries.py $(BASE)
 
 # The compiled kernels without a GPU: launched by Triton, run as PTX on the CPU. SM=sm80 or sm100 for another GPU.

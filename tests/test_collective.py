@@ -15,7 +15,7 @@ from pool import Pool
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tritoncomm import UnsupportedError, record
+from tritoncomm import ArgumentError, UnsupportedError, record
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
 from tritoncomm.core import ops
@@ -233,6 +233,23 @@ def test_split_reduce_scatter(group: ProcessGroup) -> None:
             wire = [part.to(dtype or part.dtype) for part in parts]
             same(out, fold(torch.add, wire).chunk(world)[rank])
     found[0].mul_(torch.ones(3, requires_grad=True))  # autograd lets a program write into a shard
+
+
+@pytest.mark.ranks(2)
+def test_split_reduce_scatter_of_other_numbers(group: ProcessGroup) -> None:
+    """What no pass computes is refused in the words of the call, on both paths."""
+    whole, other = torch.ones(4, dtype=torch.int32), torch.ones(4, dtype=torch.complex64)
+    refused: list[tuple[type[Exception], str, Tensor, dict[str, Any]]] = [
+        (ArgumentError, "cannot scale torch.int32", whole, {"scale": 0.5}),
+        (ArgumentError, "cannot scale torch.complex64", other, {"scale": 2}),
+        (ArgumentError, "cannot cast torch.int32 to torch.float32", whole, {"dtype": torch.float32}),
+        (ArgumentError, "scale must be a number, not str", torch.ones(4), {"scale": "1"}),
+        (UnsupportedError, "does not fit the fp32", torch.ones(4), {"scale": 1e300}),
+    ]
+    for path, (kind, text, x, options) in itertools.product(("torch", "triton"), refused):
+        with ops.path(path), pytest.raises(kind, match=f"^split_reduce_scatter: .*{text}"):
+            c.split_reduce_scatter([x, x], 0, group, **options)
+    assert c.split_reduce_scatter(whole, 0, group).tolist() == [2, 2]
 
 
 class ForeignMode(enum.Enum):

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from traffic import Held
 
 __all__ = ["Effect", "differences", "main", "record_domain", "record_drawn"]
 
@@ -51,29 +51,19 @@ Record = dict[str, dict[str, Effect]]
 
 
 class _Peak(TorchDispatchMode):
-    """The most bytes of new memory that are held at once."""
+    """The new memory that is held."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = 0
-        self._held: set[int] = set()
+        self.held = Held()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         known = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for x in tree_leaves(result):
-            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in known | self._held:
-                storage = x.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
-                self._held.add(key)
-                self.live += size
-                self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self._release, key, size)
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in known:
+                self.held.add(x)
         return result
-
-    def _release(self, key: int, size: int) -> None:
-        self._held.discard(key)
-        self.live -= size
 
 
 @contextmanager
@@ -161,7 +151,7 @@ def record_domain(group: ProcessGroup, domain: str, path: Any) -> dict[str, Effe
                 call, inputs = case.prepare()
                 with _Peak() as peak:
                     result = call()
-                peaks.append(peak.peak)
+                peaks.append(peak.held.peak)
                 del result
             effect["peak"] = min(peaks, default=0)  # Gloo's threads may hold tensors for longer
             _counted()

@@ -277,6 +277,10 @@ def split_reduce_scatter(
     Returns:
         This rank's summed shard of each tensor, views of one buffer (one tensor for one tensor).
 
+    Raises:
+        ArgumentError: tensors of different dtypes without ``dtype``; a cast or a scale of integers or complex numbers.
+        UnsupportedError: a quantized tensor, or a scale that fp32 cannot hold.
+
     Example:
         Gradients ``[5, 8]`` and ``[16]`` with dims ``[1, 0]`` on 4 ranks give shards ``[5, 2]`` and ``[4]``.
     """
@@ -323,7 +327,12 @@ def _split_reduce_scatter(
     planned = plan_fused(
         tuple(map(_shape_of, many)), tuple(map(Tensor.stride, many)), tuple(axes), world, rank, dtype
     )  # fmt: skip
-    wire, path, copied = planned.pack.pack(many, scale=scale)
+    try:
+        wire, path, copied = planned.pack.pack(many, scale=scale)
+    except TypeError as error:  # dtypes without arithmetic, or a scale that is no number
+        raise ArgumentError(f"{name}: {error}") from error
+    except ValueError as error:  # a scale that fp32 cannot hold
+        raise UnsupportedError(f"{name}: {error}") from error
     summed = wire
     if world > 1:  # over one rank the tensors are only cast and scaled
         summed = eager.sum_wire(wire, group, name)

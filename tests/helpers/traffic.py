@@ -1,12 +1,13 @@
-"""Counts the bytes that local operators read and write."""
+"""Counts the bytes that local operators read and write, and those of memory that is held."""
 
+import weakref
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["FREE", "Traffic"]
+__all__ = ["FREE", "Held", "Traffic"]
 
 FREE = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "detach"}
 
@@ -40,3 +41,26 @@ class Traffic(TorchDispatchMode):
         else:
             self.moved += sum(x.nbytes for x in inputs) + sum(x.nbytes for x in outputs)
         return result
+
+
+class Held:
+    """Memory of tensors while somebody holds it: bytes now, and the most so far."""
+
+    def __init__(self) -> None:
+        self.live = self.peak = 0
+        self._storages: set[int] = set()
+
+    def add(self, x: Tensor) -> None:
+        """Count the memory of a tensor until it is released; memory that counts already is not counted again."""
+        storage = x.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._storages:
+            return
+        self._storages.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._release, key, size)
+
+    def _release(self, key: int, size: int) -> None:
+        self._storages.discard(key)
+        self.live -= size

@@ -63,8 +63,6 @@ class Block(NamedTuple):
 
     def view(self, x: Tensor) -> Tensor:
         """Return the box as a view of its tensor."""
-        if not self.offset:
-            return x.as_strided(self.size, self.stride)
         if type(x) in _PLAIN:
             return x.as_strided(self.size, self.stride, x.storage_offset() + self.offset)
         # A wrapper may have its data in another tensor, with another offset: only relative views are right.

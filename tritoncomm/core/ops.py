@@ -184,12 +184,10 @@ def pack(
 
     Traffic: reads ``x`` once, writes the wire once.
     """
-    if x.is_neg() or x.is_conj():
-        x = resolved(x)
-    over = split_pass(x.shape, x.stride(), dim, world, sizes)
     if scale is None and out is None and (dtype is None or dtype is x.dtype):
-        return over.pack((x,))
-    split, _range = over.split, record.profiler_range("pack")
+        return split_pass(x.shape, x.stride(), dim, world, sizes).pack((x,))
+    x = resolved(x)
+    split, _range = split_pass(x.shape, x.stride(), dim, world, sizes).split, record.profiler_range("pack")
     wire = x.new_empty(split.wire_shape, dtype=dtype) if out is None else out
     return wire, *_pack_into(wire, x, split, scale)
 

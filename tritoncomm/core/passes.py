@@ -159,7 +159,8 @@ class Pass:
         if path == "torch" and is_plain and self.joined is not None:
             views = []
             for block in self.blocks:
-                views.append(block.view(tensors[block.tensor]))
+                x = tensors[block.tensor]
+                views.append(block.view(x) if block.offset else x.as_strided(block.size, block.stride))
             wire = torch.cat(views, self.joined[1])
             return wire.view(-1), path, 2 * wire.nbytes
         if wire is None:
@@ -206,7 +207,8 @@ class Pass:
             if block.tensor == PADDING:
                 place.zero_()
                 continue
-            x = block.view(tensors[block.tensor])
+            x = tensors[block.tensor]
+            x = block.view(x) if block.offset else x.as_strided(block.size, block.stride)
             copied += x.nbytes
             wide = wide_type("pack", x.dtype, dtype, scale is not None)
             if scale is not None or (wide is torch.float64 and dtype.itemsize == 2):  # through fp32, as kernels round
@@ -225,7 +227,7 @@ class Pass:
         for block, parts, stack in self.targets:
             x, dtype = tensors[block.tensor], self.dtypes[block.tensor]
             typed = wire if wire.dtype is dtype else _typed(wire, dtype)
-            x = block.view(x)
+            x = block.view(x) if block.offset else x.as_strided(block.size, block.stride)
             is_plain = x.dtype is dtype and scale is None and not accumulate
             if is_plain and len(parts) == 1:
                 at = typed.storage_offset() + parts[0].wire // dtype.itemsize
