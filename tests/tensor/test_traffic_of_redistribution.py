@@ -102,7 +102,8 @@ def run_floor(group: TorchGroup, shapes: Any) -> None:
             copied, memory = (4 * elements for elements in documented(shape, a, b, rank, world))
             fits = traffic.moved <= copied if by_reshard(old, new) else traffic.moved == copied
             assert fits, f"{context}: {which} copied {traffic.moved} bytes, not {copied}"
-            assert traffic.held.peak <= memory, f"{context}: {which} peaked at {traffic.held.peak} bytes, at most {memory}"
+            peak = traffic.held.peak
+            assert peak <= memory, f"{context}: {which} peaked at {peak} bytes, at most {memory}"
 
 
 @pytest.mark.parametrize("shapes", [SHAPES[:4], SHAPES[4:8], SHAPES[8:]], ids=["2d", "3d", "4d"])

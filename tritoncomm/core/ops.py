@@ -116,7 +116,7 @@ class SplitPass(NamedTuple):
             return pack(resolved(x), split.dim, split.world, split.sizes)
         if split.is_wire:
             # Dims of size 1 may stand in front, and torch 2.15 wants to split dim 0.
-            return x.view(-1) if split.sizes is not None or x.shape[0] % split.world else x, "view", 0
+            return x.view(-1) if split.sizes is not None or split.shape[0] % split.world else x, "view", 0
         if split.ranks is None:
             wire = x.new_empty(split.wire_shape)
         else:  # almost every call is an even split
