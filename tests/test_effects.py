@@ -64,7 +64,7 @@ def differ(pool: Pool, function: Callable[..., Any], domain: str, path: str) -> 
 def test_a_record_sees_forgotten_lazy_bits_and_other_messages(pool: Pool) -> None:
     found = differ(pool, record_lazy_bits, "messages", "triton")
     assert {field for field, _ in found} >= {"error", "results"}
-    assert all("negative" in text or "conjugate" in text for _, text in found)
+    assert all("negative" in text or "conjugate" in text for _, text in found), found
     fields = {field for field, _ in differ(pool, record_more_messages, "many", "torch")}
     assert "backend" in fields
     assert "results" not in fields

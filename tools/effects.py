@@ -61,7 +61,7 @@ class _Peak(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         known = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for x in tree_leaves(result):
-            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in known:
+            if type(x) is Tensor and x.untyped_storage()._cdata not in known:  # a wrapper has no memory of its own
                 self.held.add(x)
         return result
 

@@ -252,7 +252,7 @@ def run_call(group: ProcessGroup, call: Call, device: torch.device | str = "cpu"
         if len({each is None for each in wanted}) > 1:
             return "mixed"
         x = tensor_of(call.kind, held[place], meant)
-        if (x is None and call.kind != "none") or (call.kind in ("fake", "meta", "wrapper") and call.path == "triton"):
+        if (x is None and call.kind != "none") or (call.kind in ("fake", "meta") and call.path == "triton"):
             return "mixed"  # torch has no such tensor, or it has no memory to launch a kernel on
     except Exception as error:
         return problem_of(error)

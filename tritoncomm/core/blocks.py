@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from tritoncomm_kernels import PADDING, Copies, Segment, Segments
 
+from tritoncomm.core.memory import PLAIN
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ShapeError
 
 __all__ = ["MOST_SEGMENTS", "Array", "Block", "Blocks", "copies_of", "table_of"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_PLAIN = (Tensor, torch.nn.Parameter)
 MOST_SEGMENTS = 8192  # more than that many small segments take longer than one launch for every tensor
 
 
@@ -63,7 +63,7 @@ class Block(NamedTuple):
 
     def view(self, x: Tensor) -> Tensor:
         """Return the box as a view of its tensor."""
-        if type(x) in _PLAIN:
+        if type(x) in PLAIN:
             return x.as_strided(self.size, self.stride, x.storage_offset() + self.offset)
         # A wrapper may have its data in another tensor, with another offset: only relative views are right.
         end = 1 + self.offset + sum((size - 1) * step for size, step in zip(self.size, self.stride, strict=True))

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 __all__ = [
-    "contiguous_stride", "empty", "empty_on", "extent_of", "has_memory", "share_elements", "share_memory",
+    "PLAIN", "contiguous_stride", "empty", "empty_on", "extent_of", "has_memory", "has_wrapper", "share_elements",
+    "share_memory",
 ]  # fmt: skip
 
 _Allocate = Callable[[Any, Any, torch.dtype], Tensor]
@@ -29,7 +30,8 @@ _on_cpu: _Allocate | None = getattr(_fast, "_empty_strided_cpu", None)
 _on_cuda: _Allocate | None = getattr(_fast, "_empty_strided_cuda", None)
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _modes: Any = torch._C._len_torch_dispatch_stack
-_PLAIN = (Tensor, Parameter)
+PLAIN = (Tensor, Parameter)
+"""Types of tensors whose memory is known to be their own."""
 _cpu = torch.device("cpu")
 _MOST_WORK: Any = 1_000_000  # numpy's annotations know 0 and -1 only
 
@@ -44,6 +46,14 @@ def extent_of(x: Tensor) -> int:
 def has_memory(x: Tensor, extent: int) -> bool:
     """Whether the storage of ``x`` has ``extent`` bytes after its first element; a freed or shrunk one has not."""
     return not extent or x.untyped_storage().nbytes() >= x.storage_offset() * x.itemsize + extent
+
+
+def has_wrapper(tensors: Sequence[Tensor]) -> bool:
+    """Whether a tensor has its data in another one: it has no memory that a kernel could read."""
+    for x in tensors:  # noqa: SIM110  (a generator takes three times as long)
+        if type(x) not in PLAIN and not x.data_ptr():
+            return True
+    return False
 
 
 def share_memory(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -103,7 +113,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 def empty(like: Tensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Allocate ``like.new_empty(shape, dtype=dtype)``, where ``stride`` is ``contiguous_stride(shape)``."""
     # For plain tensors outside of modes this takes less than half the time of new_empty.
-    if like.__class__ in _PLAIN and not _modes():
+    if like.__class__ in PLAIN and not _modes():
         if like.is_cpu:
             if _on_cpu is not None:
                 return _on_cpu(tuple(shape), stride, dtype)  # a torch.Size is refused

@@ -14,6 +14,7 @@ from tritoncomm_kernels import TooLargeError, torch_path
 from tritoncomm_kernels.config import crossover
 
 from tritoncomm import record, variables
+from tritoncomm.core.memory import PLAIN, has_wrapper
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.split import Split, split_by, split_of
 from tritoncomm.errors import ArgumentError, UnsupportedError
@@ -63,8 +64,13 @@ def path_for(
         shape: shape of the result where ``x`` is a wire; None where ``x`` is the tensor.
     """
     if _forced.value == "auto":
-        return _path_on_gpu(x, op, dim, world, sizes, shape) if x.is_cuda else "torch"
-    return "torch" if forced_path() == "torch" else "triton"
+        if not x.is_cuda:
+            return "torch"
+    elif forced_path() == "torch":
+        return "torch"
+    if type(x) not in PLAIN and has_wrapper((x,)):
+        return "torch"
+    return _path_on_gpu(x, op, dim, world, sizes, shape) if _forced.value == "auto" else "triton"
 
 
 def forced_path() -> PathChoice:

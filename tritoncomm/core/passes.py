@@ -18,7 +18,7 @@ from tritoncomm_kernels.dtypes import checked_scale, wide_type
 
 from tritoncomm import record
 from tritoncomm.core.blocks import Block, table_of
-from tritoncomm.core.memory import contiguous_stride, empty
+from tritoncomm.core.memory import contiguous_stride, empty, has_wrapper
 from tritoncomm.core.ops import Passed, has_lazy, path_for, reduce
 from tritoncomm.core.plan import Ints
 from tritoncomm.record import CopyPath
@@ -165,8 +165,8 @@ class Pass:
             return wire.view(-1), path, 2 * wire.nbytes
         if wire is None:
             wire = empty(first, (self.elements,), (1,), self.dtypes[0])
-        # A table reads memory as it is; torch reads the values of tensors with lazy bits.
-        if path == "torch" or is_lazy or self.table is None:
+        # A table reads memory as it is; torch reads the values of tensors with lazy bits, and of wrappers.
+        if path == "torch" or is_lazy or has_wrapper(tensors) or self.table is None:
             return wire, "torch", self._pack_blocks(tensors, wire, scale, slots)
         return wire, path, kernels.gather_segments(tensors, wire, self.table, scale=scale)
 
@@ -185,7 +185,7 @@ class Pass:
         _range = profiler._is_profiler_enabled and record.profiler_range("unpack")
         path = path_for(wire, "segments")
         has_kernel = not self.sums or all(dtype in _ARITHMETIC for dtype in self.dtypes)
-        if path == "torch" or not has_kernel or has_lazy(tensors) or self.table is None:
+        if path == "torch" or not has_kernel or has_lazy(tensors) or has_wrapper(tensors) or self.table is None:
             return wire, "torch", self._unpack_blocks(wire, tensors, scale, accumulate)
         options = {"scale": scale, "accumulate": accumulate, "sums": self.sums}
         return wire, path, kernels.scatter_segments(wire, tensors, self.table, **options)
