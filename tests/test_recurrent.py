@@ -140,6 +140,39 @@ def test_convolutions(group: ProcessGroup, taps: int, documents: tuple[int, ...]
     compare(group, (x,), out, sizes, 2, ours, (weight, bias))
 
 
+@pytest.mark.ranks(1, 2, 3)
+def test_documents_of_every_row(group: ProcessGroup) -> None:
+    """Each row of a batch is packed in its own way; its gradients, too."""
+    sizes = sizes_of(group.size(), even=False) if group.size() > 1 else [8]
+    n = sum(sizes)
+    rows = [[0, 1, 4], [0], [0, n - 1]]
+    q, k, v, g = (drawn(3, n, 4, 3, seed=i).requires_grad_() for i in range(4))
+    g = drawn(3, n, 4, seed=5).requires_grad_()
+    each = [
+        alone(lambda q, k, v, g: rule(q, k, v, g, 0.5)[0], starts, n, 1, *(x[r : r + 1] for x in (q, k, v, g)))
+        for r, starts in enumerate(rows)
+    ]
+    call = by_heads(rule, group)
+    ours = lambda q, k, v, g: call(q, k, v, g=g, scale=0.5, documents=rows, sizes=sizes)[0]  # noqa: E731
+    compare(group, (q, k, v, g), torch.cat(each), sizes, 1, ours)
+    x, decay = drawn(3, 4, n, seed=6).requires_grad_(), drawn(4, seed=7).requires_grad_()
+    shared = drawn(3, 2, n, seed=8).requires_grad_()
+    each = [
+        alone(lambda x, b: scan(x, decay, b), starts, n, 2, x[r : r + 1], shared[r : r + 1])
+        for r, starts in enumerate(rows)
+    ]
+    channels = by_heads(scan, group, {"x": Exchanged(2, 1), "A": Sliced(), "B": Gathered(2)}, Exchanged(2, 1))
+    ours = lambda x, b, a: channels(x, a, B=b, documents=rows, sizes=sizes)  # noqa: E731
+    compare(group, (x, shared), torch.cat(each), sizes, 2, ours, (decay,))
+    weight, bias = drawn(4, 3, seed=9).requires_grad_(), drawn(4, seed=10).requires_grad_()
+    each = [alone(lambda x: conv(x, weight, bias, "silu"), starts, n, 2, x[r : r + 1]) for r, starts in enumerate(rows)]
+    convolve = conv_halo(conv, group)
+    ours = lambda x, w, b: convolve(x, w, b, activation="silu", documents=rows, sizes=sizes)  # noqa: E731
+    compare(group, (x,), torch.cat(each), sizes, 2, ours, (weight, bias))
+    with pytest.raises(ArgumentError, match="documents of 2 rows, and the batch has 3"):
+        call(*(y.detach().split(sizes, 1)[group.rank()] for y in (q, k, v, g)), documents=rows[:2], sizes=sizes)
+
+
 @pytest.mark.ranks(2)
 def test_messages(group: ProcessGroup) -> None:
     """Two all-to-alls of a recurrence each way, and one of a convolution."""

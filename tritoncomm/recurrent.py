@@ -6,7 +6,7 @@ whole on every rank, and their gradients are partial: they add up over the group
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from tritoncomm.mappings import all_gather_dim
 from tritoncomm.mappings.exchanges import exchange_rows
 from tritoncomm.ulysses import to_heads, to_sequence
 
-__all__ = ["Exchanged", "Gathered", "Role", "Sliced", "by_heads", "conv_halo"]
+__all__ = ["Documents", "Exchanged", "Gathered", "Role", "Sliced", "by_heads", "conv_halo"]
 
 
 class Exchanged(NamedTuple):
@@ -49,6 +49,8 @@ class Sliced(NamedTuple):
 
 Role = Exchanged | Gathered | Sliced | None
 """Role of an argument; None passes it on as it is."""
+Documents = Sequence[int] | Sequence[Sequence[int]]
+"""Global starts of packed documents, which begin with 0: of all rows of a batch, or of each."""
 _Function = Callable[..., Any]
 
 
@@ -74,8 +76,9 @@ def by_heads(
 
     Returns:
         A function with the arguments of ``function`` and two more by keyword. ``documents``: global starts of packed
-        documents, which begin with 0, the same on every rank; the recurrence starts anew at each, and of several
-        results all but the first are None. ``sizes``: positions of every rank, where they differ.
+        documents, which begin with 0, the same on every rank; of all rows of the batch, or a list for each. The
+        recurrence starts anew at each, and of several results all but the first are None. ``sizes``: positions of
+        every rank, where they differ.
 
     Raises:
         ArgumentError: a tensor without a role, or without the dims of its role; documents that do not ascend.
@@ -96,7 +99,7 @@ def by_heads(
         parameters = ()
 
     def over_shards(
-        *args: Any, documents: Sequence[int] | None = None, sizes: Sequence[int] | None = None, **kwargs: Any
+        *args: Any, documents: Documents | None = None, sizes: Sequence[int] | None = None, **kwargs: Any
     ) -> Any:
         arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
         parts = _roles_of(arguments, roles, parameters, name)
@@ -122,8 +125,8 @@ def by_heads(
                 arguments[key] = arguments[key].narrow(role.heads, start, count)
             elif isinstance(role, Gathered):
                 arguments[key] = all_gather_dim(arguments[key], role.positions, ranks, sizes=positions)
-        stops = (*_starts(documents, sum(positions), name), sum(positions))
-        returned = _by_documents(function, arguments, parts, stops, result.positions)
+        rows = _starts(documents, sum(positions), tensors[0].shape[0], name)
+        returned = _by_documents(function, arguments, parts, [(*row, sum(positions)) for row in rows], result)
         out, *rest = returned if isinstance(returned, tuple) else (returned,)
         back = to_sequence(_as_heads(out, result, name), plan.out, ranks, names)
         back = _from_heads(back, result, out)
@@ -213,42 +216,67 @@ def _sizes(sizes: Sequence[int] | None, x: Tensor, group: ProcessGroup, name: st
     return positions
 
 
-def _starts(documents: Sequence[int] | None, length: int, name: str) -> Ints:
-    """Return the global starts of documents; check that they ascend from 0 and lie inside of the sequence."""
-    starts = (0,) if documents is None else checked_ints(documents, f"{name}: documents")
-    if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise((*starts, max(length, 1)))):
-        raise ArgumentError(f"{name}: documents {list(starts)[:8]} have to ascend from 0, below {length} positions")
-    return starts
+def _starts(documents: Documents | None, length: int, batch: int, name: str) -> list[Ints]:
+    """Return the global starts of documents, of all rows or of each; check that they ascend inside of the sequence."""
+    rows: Any = [(0,)] if documents is None else documents
+    rows = rows if len(rows) and isinstance(rows[0], Sequence) else [rows]
+    rows = [checked_ints(row, f"{name}: documents") for row in rows]
+    if len(rows) > 1 and len(rows) != batch:
+        raise ArgumentError(f"{name}: documents of {len(rows)} rows, and the batch has {batch}")
+    for row in rows:
+        if not row or row[0] != 0 or any(a >= b for a, b in pairwise((*row, max(length, 1)))):
+            raise ArgumentError(f"{name}: documents {list(row)[:8]} have to ascend from 0, below {length} positions")
+    return rows[:1] if all(row == rows[0] for row in rows) else rows
 
 
 def _by_documents(
     function: _Function,
     arguments: Mapping[int | str, Any],
     parts: Mapping[int | str, Role],
-    stops: Ints,
-    dim: int,
+    rows: Sequence[Ints],
+    result: Exchanged,
 ) -> Any:
-    """Call ``function`` for each document, and concatenate its results along ``dim``.
+    """Call ``function`` for each document, and concatenate its results.
 
     Args:
-        stops: starts of the documents, and the end.
+        rows: starts of the documents, and the end; of all rows of the batch, or of each.
     """
+    batch = _batch_dim(result)
 
-    def called(start: int, stop: int) -> Any:
+    def called(row: int | None, start: int, stop: int) -> Any:
         args, kwargs = [], {}
         for key, x in arguments.items():
             role = parts.get(key)
-            if len(stops) > 2 and isinstance(role, Exchanged | Gathered):
-                x = x.narrow(role.positions, start, stop - start)
+            if isinstance(role, Exchanged | Gathered):
+                if row is not None:
+                    x = x.narrow(_batch_dim(role), row, 1)
+                if stop - start < rows[0][-1]:
+                    x = x.narrow(role.positions, start, stop - start)
             if isinstance(key, int):
                 args.append(x)
             else:
                 kwargs[key] = x
         return function(*args, **kwargs)
 
-    results = [called(start, stop) for start, stop in pairwise(stops)]
-    if len(results) == 1:
-        return results[0]
+    if len(rows) == 1:
+        results = [called(None, start, stop) for start, stop in pairwise(rows[0])]
+        return results[0] if len(results) == 1 else _joined(results, result.positions)
+    return _joined(
+        [
+            _joined([called(row, start, stop) for start, stop in pairwise(stops)], result.positions)
+            for row, stops in enumerate(rows)
+        ],
+        batch,
+    )
+
+
+def _batch_dim(role: Exchanged | Gathered) -> int:
+    """Return the dim of the rows of a batch: the first one that has neither positions nor heads."""
+    return next(dim for dim in range(3) if dim not in role)
+
+
+def _joined(results: list[Any], dim: int) -> Any:
+    """Concatenate results along a dim; of several for each document all but the first are None."""
     if not isinstance(results[0], tuple):
         return torch.cat(results, dim)
     return torch.cat([returned[0] for returned in results], dim), *[None] * (len(results[0]) - 1)
@@ -280,7 +308,7 @@ def conv_halo(function: _Function, group: GroupLike | None = None) -> _Function:
         x: Tensor,
         weight: Tensor,
         *args: Any,
-        documents: Sequence[int] | None = None,
+        documents: Documents | None = None,
         sizes: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> Tensor:
@@ -291,33 +319,49 @@ def conv_halo(function: _Function, group: GroupLike | None = None) -> _Function:
         width = weight.shape[-1] - 1
         positions = _sizes(sizes, x, ranks, name, 2)
         first = sum(positions[: ranks.rank()])
-        starts = _starts(documents, sum(positions), name)
+        rows = _starts(documents, sum(positions), x.shape[0], name)
         if not width:
             if x.shape[2]:
                 return function(x, weight, *args, **kwargs)
             spare = torch.cat([x, x.new_zeros(*x.shape[:2], 1)], 2)  # functions may not take a shard without positions
             return function(spare, weight, *args, **kwargs)[:, :, :0]
         halo = _halo(x, width, positions, ranks, name)
-        # The document that the shard begins in may have begun inside of the halo.
-        begun = max([start for start in starts if start <= first])
-        before = min(max(begun - (first - width), 0), width)
-        if before:
-            halo = torch.cat([torch.zeros_like(halo[..., :before]), halo[..., before:]], 2)
-        inside = [start - first for start in starts if first < start < first + x.shape[2]]
-        pieces = x.tensor_split(inside, 2)
-        gap = halo.new_zeros(*halo.shape[:2], width) if inside else halo
-        # One call: K-1 zeros between documents, whose own results are left out.
-        extended = [halo, pieces[0]]
-        for piece in pieces[1:]:
-            extended += [gap, piece]
-        out = function(torch.cat(extended, 2), weight, *args, **kwargs)
-        if out.shape[2] != sum(piece.shape[2] for piece in extended):
-            raise ShapeError(f"{name}: the function returned {out.shape[2]} positions; as many as it gets are needed")
-        ends = list(accumulate([width + piece.shape[2] for piece in pieces]))
-        kept = [out.narrow(2, end - piece.shape[2], piece.shape[2]) for end, piece in zip(ends, pieces, strict=True)]
-        return kept[0] if len(kept) == 1 else torch.cat(kept, 2)
+        call = partial(_apart, lambda inputs: function(inputs, weight, *args, **kwargs))
+        if len(rows) == 1:
+            return call(x, halo, rows[0], first)
+        of_rows = zip(x.split(1), halo.split(1), rows, strict=True)
+        return torch.cat([call(row, before, starts, first) for row, before, starts in of_rows])
 
     return over_shards
+
+
+def _apart(function: Callable[[Tensor], Tensor], x: Tensor, halo: Tensor, starts: Ints, first: int) -> Tensor:
+    """Convolve rows of a shard in one call, each document with zeros in front.
+
+    Args:
+        halo: the K-1 positions before the shard.
+        starts: global starts of the documents.
+        first: global position of the shard's first one.
+    """
+    width = halo.shape[2]
+    # The document that the shard begins in may have begun inside of the halo.
+    begun = max([start for start in starts if start <= first])
+    before = min(max(begun - (first - width), 0), width)
+    if before:
+        halo = torch.cat([torch.zeros_like(halo[..., :before]), halo[..., before:]], 2)
+    inside = [start - first for start in starts if first < start < first + x.shape[2]]
+    pieces = x.tensor_split(inside, 2)
+    gap = halo.new_zeros(*halo.shape[:2], width) if inside else halo
+    # K-1 zeros between documents, whose own results are left out.
+    extended = [halo, pieces[0]]
+    for piece in pieces[1:]:
+        extended += [gap, piece]
+    out = function(torch.cat(extended, 2))
+    if out.shape[2] != sum(piece.shape[2] for piece in extended):
+        raise ShapeError(f"conv_halo: the function returned {out.shape[2]} positions; as many as it gets are needed")
+    ends = list(accumulate([width + piece.shape[2] for piece in pieces]))
+    kept = [out.narrow(2, end - piece.shape[2], piece.shape[2]) for end, piece in zip(ends, pieces, strict=True)]
+    return kept[0] if len(kept) == 1 else torch.cat(kept, 2)
 
 
 class _Columns(NamedTuple):

@@ -9,14 +9,17 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-__all__ = ["ROUTER_LOSS", "called", "outermost", "outputs_of", "unknown_part", "wrong_attention", "wrong_part"]
+__all__ = [
+    "ROUTER_LOSS", "called", "has_attention", "outermost", "outputs_of", "unknown_part", "wrong_attention",
+    "wrong_part",
+]  # fmt: skip
 
 _ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 _BY_POSITION = {"mlp", "moe", "sparse", "dense"}  # kinds of MLP, which work on positions one by one
@@ -35,8 +38,13 @@ _BY_SEQUENCE = re.compile(r"\w*(SequenceClassif|MultipleChoice|NextSentence|PreT
 _LARGEST_POSITION = re.compile(r"max\(position_ids|position_ids\.a?max\(")
 
 
-def wrong_part(model: Any, attention: str, sharded: bool) -> str | None:
-    """Return why a model would give wrong numbers, or None; ``sharded``: whether there are several ranks."""
+def wrong_part(model: Any, attention: str, sharded: bool, served: Collection[nn.Module] = ()) -> str | None:
+    """Return why a model would give wrong numbers, or None.
+
+    Args:
+        sharded: whether there are several ranks.
+        served: recurrent layers that compute over shards.
+    """
     model = outermost(model.modules()) or model
     config = _text_config(model.config)
     kinds = [type(module) for module in model.modules()]
@@ -46,9 +54,9 @@ def wrong_part(model: Any, attention: str, sharded: bool) -> str | None:
         return problem
     if not sharded:
         return None
-    if problem := _wrong_kinds(config):
+    if problem := _wrong_kinds(config, model, served):
         return problem
-    if getattr(model, "_is_stateful", False):
+    if getattr(model, "_is_stateful", False) and not served:
         return "it has a state that runs along the sequence, and would stop at the end of every shard"
     if getattr(config, "output_router_logits", False) or getattr(model.config, "output_router_logits", False):
         return f"output_router_logits: {ROUTER_LOSS}"
@@ -82,7 +90,7 @@ def wrong_attention(module: Any, sharded: bool) -> str | None:
     config = getattr(module, "config", None)
     problem = _wrong_source([type(module)])
     if problem is None and sharded and config is not None:
-        problem = _wrong_kinds(_text_config(config))
+        problem = _wrong_kinds(_text_config(config), module, ())
     if problem is None and sharded:
         classes = vars(sys.modules.get(type(module).__module__, ModuleType(""))).values()
         if any(isinstance(kind, type) and vars(kind).get("_is_stateful") is True for kind in classes):
@@ -101,12 +109,24 @@ def _kinds(config: Any) -> set[str]:
     return {str(kind) for kind in getattr(config, "layer_types", None) or ()}
 
 
-def _wrong_kinds(config: Any) -> str | None:
-    """Return the reason why a kind of layer in a config is not known to be right over shards; None without one."""
-    odd = sorted(_kinds(config) - _ATTENTION - _BY_POSITION)
+def _wrong_kinds(config: Any, model: nn.Module, served: Collection[nn.Module]) -> str | None:
+    """Return the reason why a kind of layer in a config is not known to be right over shards; None without one.
+
+    Args:
+        served: recurrent layers that compute over shards; a layer with one of them is right whatever its kind.
+    """
+    kinds = getattr(config, "layer_types", None) or ()
+    odd = _kinds(config) - _ATTENTION - _BY_POSITION
+    right = set(map(id, served))
+    for layers in model.modules() if odd and right else ():
+        if isinstance(layers, nn.ModuleList) and len(layers) == len(kinds):
+            holds = [not right.isdisjoint(map(id, layer.modules())) for layer in layers]
+            if any(holds):
+                odd = {kind for kind, is_right in zip(kinds, holds, strict=True) if kind in odd and not is_right}
     if not odd:
         return None
-    return f"its layers of the kind {', '.join(odd)} are not known to be right over shards of the sequence"
+    names = ", ".join(sorted(odd))
+    return f"its layers of the kind {names} are not known to be right over shards of the sequence"
 
 
 def _wrong_source(kinds: list[type]) -> str | None:
@@ -176,6 +196,11 @@ def called() -> Any | None:
             owners.append(frame.f_locals.get("self"))
         frame = frame.f_back
     return outermost(reversed(owners))
+
+
+def has_attention(model: nn.Module) -> bool:
+    """Whether a model has attention that goes through transformers' registry."""
+    return _calls_registry([type(module) for module in model.modules()])
 
 
 def _calls_registry(kinds: list[type]) -> bool:

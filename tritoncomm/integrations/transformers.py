@@ -24,17 +24,14 @@ from tritoncomm import ulysses, variables
 from tritoncomm.core.agreement import agree
 from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
 from tritoncomm.groups import resolve_sequence
-from tritoncomm.integrations import model_parts
+from tritoncomm.integrations import model_parts, recurrent_layers
+from tritoncomm.integrations.batch_notes import GROUP, MADE, PACKED, PADDED, SHARD, BatchShard, note, noted
 
 __all__ = ["NAME", "group_of", "register", "shard_batch", "switch", "unregister"]
 
 IGNORED = -100
 NAME = "tritoncomm_ulysses"
 _SHARDED = ("input_ids", "position_ids", "attention_mask", "labels", "shift_labels")
-_MARK = "tritoncomm_sequence_group"  # attribute of position_ids, and of their storage: the name of the group
-_MADE = "tritoncomm_made"  # attribute of a mask's storage: our ``make_mask`` made it
-_PADDED = "tritoncomm_padded"  # attributes of what ``shard_batch`` made without a mask of the caller: positions that
-_PACKED = "tritoncomm_packed"  # it added to the sequence; a mask of packed sequences, which is causal
 # Arguments of an attention function that change nothing, or that are done already: by the mask, or around attention.
 _TAKEN = frozenset(
     ["cache_position", "dropout", "is_causal", "labels", "logits_to_keep", "num_items_in_batch", "output_attentions"]
@@ -103,7 +100,9 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
     if not hasattr(model, "set_attn_implementation"):
         raise ArgumentError(f"switch: needs a model of transformers, not {type(model).__name__}")
     ours = _registered.get(name)
-    problem = None if ours is None else model_parts.wrong_part(model, ours.attention, ours.group.size() > 1)
+    is_sharded = ours is not None and ours.group.size() > 1
+    recurrent = recurrent_layers.recurrent_layers(model) if is_sharded else []
+    problem = None if ours is None else model_parts.wrong_part(model, ours.attention, is_sharded, recurrent)
     if problem is not None:
         raise UnsupportedError(f"switch: {type(model).__name__}: {problem}")
     kind = importlib.import_module("transformers").PreTrainedConfig
@@ -112,15 +111,19 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
         for attribute, value in vars(module).items():
             if isinstance(value, kind):
                 setattr(module, attribute, deepcopy(value, copies))
-    before = model.config._attn_implementation
-    model.set_attn_implementation(name)
-    if model.config._attn_implementation != name:  # transformers warns only
-        raise UnsupportedError(f"switch: transformers cannot change the attention of {type(model).__name__}")
+    before, has_attention = model.config._attn_implementation, not recurrent or model_parts.has_attention(model)
+    if has_attention:
+        model.set_attn_implementation(name)
+        if model.config._attn_implementation != name:  # transformers warns only
+            raise UnsupportedError(f"switch: transformers cannot change the attention of {type(model).__name__}")
+    outer = model_parts.outermost(model.modules()) or model
+    recurrent_layers.release(outer)
     if ours is None:
         return
-    unknown = model_parts.unknown_part(model) if ours.group.size() > 1 else None
+    unknown = model_parts.unknown_part(model) if is_sharded else None
     if unknown is not None and not unverified:
-        model.set_attn_implementation(before)
+        if has_attention:
+            model.set_attn_implementation(before)
         raise UnsupportedError(
             f"switch: {type(model).__name__}: {unknown}, so that nobody knows whether it works over shards of the "
             "sequence; compare its logits with those of one process under switch(model, name, unverified=True)"
@@ -128,17 +131,50 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
     if unknown is not None:
         warnings.warn(f"switch: {type(model).__name__}: {unknown}: runs unverified over shards", stacklevel=2)
     ours.judged.update(model.modules())
-    outer = model_parts.outermost(model.modules()) or model
-    if ours.group.size() > 1:
-        names = model_parts.outputs_of(outer)
-        is_language_model = any("CausalLM" in each or "LMHead" in each for each in names)
-        is_causal = all(getattr(module, "is_causal", True) for module in outer.modules())
-        outer.register_forward_pre_hook(partial(_check_call, name, is_causal, is_language_model), with_kwargs=True)
+    if is_sharded:
+        recurrent_layers.bind(outer, name, ours.group)
+        _hook(outer, name, has_attention)
 
 
-def _check_call(name: str, is_causal: bool, is_language_model: bool, model: Any, args: Any, kwargs: Any) -> None:
+def _hook(outer: Any, name: str, has_attention: bool) -> None:
+    """Check every batch of a model where it comes in: in its forward, or in that of a model inside of it."""
+    names = model_parts.outputs_of(outer)
+    is_language_model = any("CausalLM" in each or "LMHead" in each for each in names)
+    is_causal = all(getattr(module, "is_causal", True) for module in outer.modules())
+    check = partial(_check_call, name, is_causal, is_language_model, has_attention)
+    outer.register_forward_pre_hook(check, with_kwargs=True)
+    kind = importlib.import_module("transformers").PreTrainedModel
+    for module in outer.modules():
+        if isinstance(module, kind):
+            module.register_forward_pre_hook(partial(_begin, name, has_attention), with_kwargs=True)
+            module.register_forward_hook(recurrent_layers.leave_model, always_call=True)
+
+
+def _is_active(name: str, has_attention: bool, model: Any) -> bool:
+    """Whether a model that ``switch`` got computes over shards still."""
+    return model.config._attn_implementation == name if has_attention else recurrent_layers.is_bound(model, name)
+
+
+def _begin(name: str, has_attention: bool, model: Any, args: Any, kwargs: Any) -> Any:
+    """Reject a batch that ``shard_batch`` did not make; hand its positions down to recurrent layers."""
+    if name not in _registered or not _is_active(name, has_attention, model) or recurrent_layers.is_inside():
+        return None
+    arguments = dict(zip(recurrent_layers.parameters_of(type(model)), args, strict=False)) | kwargs
+    ours, positions = _registered[name], arguments.get("position_ids")
+    if not ours.own_positions:
+        ours.check_positions(model, positions)
+    elif noted(positions, SHARD) is None:
+        positions = torch.zeros(1)
+        note(positions, SHARD, BatchShard(None, None))
+    recurrent_layers.enter_model(model, positions)
+    return (args, recurrent_layers.keywords(model, kwargs)) if recurrent_layers.is_bound(model, name) else None
+
+
+def _check_call(
+    name: str, is_causal: bool, is_language_model: bool, has_attention: bool, model: Any, args: Any, kwargs: Any
+) -> None:
     """Reject a batch that a switched model would take wrongly, while its attention is ``name``."""
-    if model.config._attn_implementation != name:
+    if not _is_active(name, has_attention, model):
         return
     label = f"{name}: {type(model).__name__}"
     if kwargs.get("labels") is not None and not is_language_model:
@@ -152,12 +188,12 @@ def _check_call(name: str, is_causal: bool, is_language_model: bool, model: Any,
 
 def _check_bidirectional(label: str, mask: Any, position_ids: Any, group: ProcessGroup) -> None:
     """Reject batches that are right in causal models alone: padding without a mask, and packed sequences."""
-    if padded := _noted(position_ids, _PADDED):
+    if padded := noted(position_ids, PADDED):
         raise UnsupportedError(
             f"{label} is bidirectional, and would attend to the {padded} positions that shard_batch added to the "
             f"sequence; pass an attention_mask, of ones, or sequences of a multiple of {group.size()} positions"
         )
-    if _noted(mask, _PACKED):
+    if noted(mask, PACKED):
         raise UnsupportedError(f"{label} is bidirectional, and shard_batch makes a causal mask of packed sequences")
 
 
@@ -186,6 +222,7 @@ def unregister(name: str | None = None) -> None:
             registry._global_mapping.pop(each, None)  # `register` is a classmethod without an inverse
     for each in names:
         del _registered[each]
+    recurrent_layers.restore(names)
 
 
 def _registries() -> tuple[Any, Any]:
@@ -231,6 +268,7 @@ class _Implementation:
         self.own_positions = own_positions
         self.arguments = inspect.signature(inner).parameters.keys()
         self.judged: WeakSet[Any] = WeakSet()  # modules of models that were found right
+        self.checked: WeakSet[Any] = WeakSet()  # those without positions, in a model that checks the batch
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
@@ -240,7 +278,7 @@ class _Implementation:
         if not is_compiling() and module not in self.judged:
             self._judge(module)
         if group.size() > 1 and not self.own_positions:
-            self._check_positions(module, kwargs.get("position_ids"))
+            self._check_layer(module, kwargs.get("position_ids"))
         is_causal = kwargs.get("is_causal")
         if group.size() > 1 and not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
             _check_bidirectional(
@@ -263,14 +301,23 @@ class _Implementation:
             out = ulysses.to_sequence(out, exchange.out, group, exchange.names)
         return out, None
 
-    def _check_positions(self, module: Any, position_ids: Any) -> None:
-        """Reject position ids that ``shard_batch`` did not make for this group: the batch may not be sharded."""
-        if not isinstance(position_ids, Tensor):
+    def _check_layer(self, module: Any, position_ids: Any) -> None:
+        """Reject a batch that is not known to be sharded: by its positions, or by the model that the layer is in."""
+        if isinstance(position_ids, Tensor):
+            self.check_positions(module, position_ids)
+            return
+        if recurrent_layers.is_inside():
+            if not is_compiling():
+                self.checked.add(module)  # in the recomputation of a checkpoint no model runs
+        elif is_compiling() or module not in self.checked:
             raise UnsupportedError(
                 f"{self.name}: {type(module).__name__} passes no position_ids to its attention, which therefore cannot "
-                "see whether the batch is sharded; shard every batch and use register(..., own_positions=True)"
+                "see whether the batch is sharded; call the model that switch() got"
             )
-        over = _noted(position_ids, _MARK)
+
+    def check_positions(self, module: Any, position_ids: Any) -> None:
+        """Reject position ids that ``shard_batch`` did not make for this group: the batch may not be sharded."""
+        over = noted(position_ids, GROUP)
         if over is None:
             raise ArgumentError(
                 f"{self.name}: shard_batch did not make these position_ids: this rank's samples would count as a part "
@@ -290,7 +337,9 @@ class _Implementation:
         if model is None:
             problem = model_parts.wrong_attention(module, sharded)
         else:
-            problem = model_parts.wrong_part(model, self.attention, sharded)
+            is_bound = recurrent_layers.is_bound(model, self.name)  # a copy of a model that was given to it, too
+            served = recurrent_layers.recurrent_layers(model) if is_bound else ()
+            problem = model_parts.wrong_part(model, self.attention, sharded, served)
         if problem is not None:
             raise UnsupportedError(f"{self.name}: {type(model or module).__name__}: {problem}")
         self.judged.add(module)
@@ -323,7 +372,7 @@ class _Implementation:
                 f"{self.name}: attention mask {list(mask.shape)} is not one of all {positions} positions, the same for "
                 "all heads; shard_batch makes one"
             )
-        window, is_made = kwargs.get("sliding_window"), is_compiling() or _noted(mask, _MADE)
+        window, is_made = kwargs.get("sliding_window"), is_compiling() or noted(mask, MADE)
         if window is not None and window < positions and not is_made:
             raise UnsupportedError(f"{self.name}: a 4-D mask of the caller (packed sequences) has no sliding window")
 
@@ -355,7 +404,7 @@ class _Implementation:
         # All queries and all keys, both from position 0 on.
         mask = self.inner_mask(batch_size, positions, positions, 0, 0, attention_mask=attention_mask, **kwargs)
         if isinstance(mask, Tensor) and not is_compiling():
-            _note(mask, _MADE, True)  # on its storage, which slices share
+            note(mask, MADE, True)  # on its storage, which slices share
         return mask
 
 
@@ -399,15 +448,17 @@ def shard_batch(
 
     positions, mask = _positions(batch, ids.shape[1] + more), batch.get("attention_mask")
     out: dict[str, Any] = {"input_ids": shard(ids, pad_token_id), "position_ids": positions[:, start:end].clone()}
-    _note(out["position_ids"], _MARK, group.group_name)
+    note(out["position_ids"], GROUP, group.group_name)
     if mask is not None:
         out["attention_mask"] = F.pad(mask, (0, more))
     elif batch.get("position_ids") is not None:
         out["attention_mask"] = _packed_mask(positions)
         if out["attention_mask"] is not None:
-            _note(out["attention_mask"], _PACKED, True)
+            note(out["attention_mask"], PACKED, True)
+    columns = None if mask is None else F.pad(mask, (0, more))[:, start:end]
+    note(out["position_ids"], SHARD, BatchShard(_documents(positions) if mask is None else None, columns))
     if mask is None:
-        _note(out["position_ids"], _PADDED, more)
+        note(out["position_ids"], PADDED, more)
     labels = batch.get("shift_labels")
     if labels is None and batch.get("labels") is not None:
         labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
@@ -416,19 +467,6 @@ def shard_batch(
         items = batch.get("num_items_in_batch")
         out["num_items_in_batch"] = (labels != IGNORED).sum() if items is None else items
     return out
-
-
-def _note(x: Tensor, name: str, value: Any) -> None:
-    """Set an attribute of a tensor, where torch.compile sees it, and of its storage, which views share."""
-    for holder in (x, x.untyped_storage()):
-        setattr(holder, name, value)
-
-
-def _noted(x: Any, name: str) -> Any:
-    """Return an attribute that ``_note`` has set; None without one."""
-    if not isinstance(x, Tensor):
-        return None
-    return getattr(x if is_compiling() else x.untyped_storage(), name, None)
 
 
 def _check_batch(batch: Mapping[str, Any], group: ProcessGroup, name: str) -> None:
@@ -480,6 +518,15 @@ def _positions(batch: Mapping[str, Any], length: int) -> Tensor:
         return torch.arange(length, device=ids.device).expand(ids.shape[0], length)
     more = torch.arange(1, length - ids.shape[1] + 1, device=given.device, dtype=given.dtype)
     return torch.cat([given, given[:, -1:] + more], 1)
+
+
+def _documents(positions: Tensor) -> list[list[int]] | None:
+    """Return the global starts of the documents of each row; None without packing. On a GPU the host waits."""
+    starts = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
+    if not starts.any():
+        return None
+    starts[:, 0] = True
+    return [row.nonzero()[:, 0].tolist() for row in starts.cpu()]
 
 
 def _packed_mask(positions: Tensor) -> Tensor | None:

@@ -1,0 +1,261 @@
+"""Models with recurrent layers over sequence shards: logits and gradients of one process, padded and packed, too."""
+
+import copy
+import importlib.util
+import io
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from tritoncomm.errors import ArgumentError, UnsupportedError
+from tritoncomm.integrations import recurrent_layers
+from tritoncomm.integrations import transformers as ours
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+MODELS = (
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
+    "lfm2_moe", "lfm3", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text",
+    "qwen3_next", "zamba", "zamba2",
+)  # fmt: skip
+LENGTH, LOGITS, GRADIENTS = 24, 2e-5, 1e-4
+STARTS = [[0, 5, 6, 17], [0, 12, 23]]
+"""Of documents: inside of shards and at their edges, of one token, over three shards."""
+
+
+def tiny(name: str) -> Any:
+    from tiny_models import names, tiny  # imports transformers
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    if name not in names():
+        pytest.skip(f"the installed transformers has no {name}")
+    model = tiny(name, 0, 4)
+    if model._supports_sdpa:
+        model.set_attn_implementation("sdpa")
+    return model
+
+
+def drawn(rows: int) -> Tensor:
+    return torch.randint(3, 90, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def whole(model: Any, ids: Tensor, case: str, mask: Tensor | None) -> tuple[Tensor, Any]:
+    """Logits of one process, after the backward of the mean over labels; each packed document by itself."""
+    labels = ids.clone() if mask is None else ids.masked_fill(mask == 0, ours.IGNORED)
+    if case != "packed":
+        out = model(input_ids=ids, attention_mask=mask, use_cache=False)
+        logits = out.logits
+    else:
+        rows = [
+            torch.cat([model(input_ids=row[None, a:b], use_cache=False).logits for a, b in spans(starts)], 1)
+            for row, starts in zip(ids, STARTS, strict=False)
+        ]
+        logits = torch.cat(rows)
+        for row, starts in zip(labels, STARTS, strict=False):
+            row[starts] = ours.IGNORED
+    shifted = nn.functional.pad(labels, (0, 1), value=ours.IGNORED)[:, 1:]
+    nn.functional.cross_entropy(logits.flatten(0, 1).float(), shifted.flatten()).backward()
+    return logits.detach(), labels
+
+
+def spans(starts: list[int]) -> list[tuple[int, int]]:
+    return list(zip(starts, [*starts[1:], LENGTH], strict=True))
+
+
+def batch_of(ids: Tensor, case: str) -> dict[str, Tensor]:
+    if case == "packed":
+        positions = [torch.cat([torch.arange(b - a) for a, b in spans(starts)]) for starts in STARTS[: len(ids)]]
+        return {"position_ids": torch.stack(positions)}
+    if case == "plain":
+        return {}
+    mask = torch.ones_like(ids)
+    mask[1, -7:] = 0
+    return {"attention_mask": mask.flip(1) if case == "left" else mask}
+
+
+def assert_alike(group: ProcessGroup, model: Any, reference: Any, found: Tensor, wanted: Tensor, mask: Any) -> None:
+    part = wanted.chunk(group.size(), 1)[group.rank()]
+    if mask is not None:  # what stands at padding is nobody's business
+        seen = mask.chunk(group.size(), 1)[group.rank()].bool()
+        found, part = found[seen], part[seen]
+    torch.testing.assert_close(found, part, atol=LOGITS, rtol=0)
+    for (name, mine), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if other.grad is None:
+            continue
+        grad = torch.zeros_like(mine) if mine.grad is None else mine.grad
+        dist.all_reduce(grad, group=group)
+        off = (grad - other.grad).abs().max() / other.grad.abs().max().clamp(min=1e-3)
+        assert off < GRADIENTS, f"{name}: off by {off:.2g} of the largest gradient"
+
+
+def check(group: ProcessGroup, name: str, case: str, rows: int, change: Callable[[Any], Any] | None = None) -> None:
+    model, ids = tiny(name), drawn(rows)
+    reference, batch = copy.deepcopy(model), batch_of(ids, case)
+    mask = batch.get("attention_mask")
+    wanted, labels = whole(reference, ids, case, mask)
+    registered = ours.register(group)
+    try:
+        ours.switch(model, registered)
+        if change is not None:
+            change(model)
+        shard = ours.shard_batch({"input_ids": ids, "labels": labels, **batch}, group)
+        out = model(**shard)
+        out.loss.backward()
+        assert_alike(group, model, reference, out.logits.detach(), wanted, mask)
+    finally:
+        ours.unregister()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_are_those_of_one_process(group: ProcessGroup, name: str) -> None:
+    check(group, name, "plain", 2)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("case", ["left", "right"])
+@pytest.mark.parametrize("name", ["jamba", "lfm2", "mamba", "mamba2", "qwen3_next"])
+def test_padding_is_zeroed_where_it_is(group: ProcessGroup, name: str, case: str) -> None:
+    """transformers takes the last columns of the mask, on every rank; a mixer of each kind."""
+    check(group, name, case, 2)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "lfm3"])
+def test_packed_documents_are_apart(group: ProcessGroup, name: str) -> None:
+    check(group, name, "packed", 2)
+
+
+def checkpointed(use_reentrant: bool) -> Callable[[Any], Any]:
+    def change(model: Any) -> None:
+        model.train()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it has another name since 5.20
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+
+    return change
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", ["granitemoehybrid", "mamba", "qwen3_next"])
+def test_recomputation(group: ProcessGroup, name: str, use_reentrant: bool) -> None:
+    """It runs layers outside of the forward of their model, which has got another batch since."""
+
+    def change(model: Any) -> None:
+        checkpointed(use_reentrant)(model)
+        if use_reentrant:
+            model.enable_input_require_grads()
+
+    check(group, name, "packed", 2, change)
+
+
+@pytest.mark.ranks(2)
+def test_two_forwards_before_their_backwards(group: ProcessGroup) -> None:
+    """The recomputation of the first has the documents of the first."""
+    model, ids = tiny("qwen3_next"), drawn(2)
+    registered = ours.register(group)
+    try:
+        ours.switch(model, registered)
+        grads = []
+        for change in (lambda model: model.train(), checkpointed(False)):
+            change(model)
+            model.zero_grad()
+            losses = [
+                model(**ours.shard_batch({"input_ids": ids, "labels": ids, **batch_of(ids, case)}, group)).loss
+                for case in ("packed", "plain")
+            ]
+            losses[0].backward()
+            grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        for one, other in zip(*grads, strict=True):
+            assert torch.equal(one, other)
+    finally:
+        ours.unregister()
+
+
+@pytest.mark.ranks(2)
+def test_others_are_untouched(group: ProcessGroup) -> None:
+    """A second model of the class, the names of the module, a copy, and the model itself when it is switched back."""
+    model, ids = tiny("qwen3_next"), drawn(1)
+    module = sys.modules[type(model).__module__]
+    before, other = dict(vars(module)), copy.deepcopy(model)
+    wanted = other(input_ids=ids, use_cache=False).logits
+    registered = ours.register(group)
+    batch = ours.shard_batch({"input_ids": ids}, group)
+    ours.switch(model, registered)
+    found = model(**batch).logits
+    assert torch.equal(other(input_ids=ids, use_cache=False).logits, wanted)
+    again, saved = copy.deepcopy(model), io.BytesIO()
+    assert torch.equal(again(**batch).logits, found)
+    torch.save(model, saved)
+    with pytest.raises(ZeroDivisionError), mock.patch.object(nn.Linear, "forward", side_effect=ZeroDivisionError):
+        model(**batch)
+    assert torch.equal(other(input_ids=ids, use_cache=False).logits, wanted)
+    for each in (model, again):
+        ours.switch(each, "sdpa")
+        assert torch.equal(each(input_ids=ids).logits, other(input_ids=ids).logits)
+    ours.switch(model, registered)
+    ours.register(group, name="second")
+    ours.switch(other, "second")
+    ours.unregister("second")
+    assert torch.equal(model(**batch).logits, found)
+    ours.unregister()
+    assert {name for name, value in vars(module).items() if before.get(name) is not value} == set()
+    with pytest.raises(ArgumentError, match="is not registered"):
+        model.model.layers[0].linear_attn(torch.zeros(1, 4, 64))
+
+
+@pytest.mark.ranks(2)
+def test_what_would_be_wrong_is_refused(group: ProcessGroup) -> None:
+    model, ids = tiny("qwen3_next"), drawn(1)
+    registered = ours.register(group)
+    try:
+        model.set_attn_implementation(registered)  # without ``switch``
+        with pytest.raises(UnsupportedError, match="its layers of the kind linear_attention are not known"):
+            model(**ours.shard_batch({"input_ids": ids}, group))
+        model.set_attn_implementation("sdpa")
+        ours.switch(model, registered)
+        batch = ours.shard_batch({"input_ids": ids}, group)
+        with pytest.raises(ArgumentError, match="shard_batch did not make"):
+            model(input_ids=ids)
+        with pytest.raises(ArgumentError, match=r"no batch of shard_batch came here.*call the whole model"):
+            model.model.layers[0].linear_attn(torch.zeros(1, 12, 64))
+        with pytest.raises(UnsupportedError, match=r"a cache of states is not supported.*use_cache=False"):
+            model(**batch, use_cache=True)
+        layer = model.model.layers[0].linear_attn
+        replaced = mock.patch.object(layer, "forward", lambda hidden_states, **_: hidden_states)  # as a kernel's layer
+        with replaced, pytest.raises(UnsupportedError, match=r"Qwen3NextGatedDeltaNet called none of causal_conv1d_fn"):
+            model(**batch)
+        assert model(**batch).logits.shape == (1, LENGTH // 2, 96)
+    finally:
+        ours.unregister()
+
+
+@pytest.mark.ranks(2)
+def test_a_function_that_nobody_knows_is_refused(group: ProcessGroup) -> None:
+    """What a package may replace mixes positions; a release with a sixth function has to be looked at."""
+    model = tiny("qwen3_next")
+    registered = ours.register(group)
+    recurrence = recurrent_layers._RECURRENCES
+    try:
+        names = tuple(name for name in recurrent_layers._NAMES if name != "torch_chunk_gated_delta_rule")
+        for function in (recurrent_layers.functions_of, recurrent_layers.unknown_of):
+            function.cache_clear()
+        with mock.patch.object(recurrent_layers, "_NAMES", names):
+            assert "torch_chunk_gated_delta_rule" in recurrence
+            with pytest.raises(UnsupportedError, match="its layers of the kind linear_attention are not known"):
+                ours.switch(model, registered)
+    finally:
+        for function in (recurrent_layers.functions_of, recurrent_layers.unknown_of):
+            function.cache_clear()
+        ours.unregister()

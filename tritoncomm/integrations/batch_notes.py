@@ -1,0 +1,40 @@
+"""What ``shard_batch`` writes on the tensors that it makes, for the layers that get them or views of them."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from tritoncomm.recurrent import Documents
+
+__all__ = ["GROUP", "MADE", "PACKED", "PADDED", "SHARD", "BatchShard", "note", "noted"]
+
+# Attributes of position_ids: the group's name, positions added to a sequence without a mask, and a BatchShard.
+GROUP, PADDED, SHARD = "tritoncomm_sequence_group", "tritoncomm_padded", "tritoncomm_shard"
+# Attributes of masks: made by ours; of packed sequences, which is causal.
+MADE, PACKED = "tritoncomm_made", "tritoncomm_packed"
+
+
+class BatchShard(NamedTuple):
+    """What recurrent layers have to know of a batch beside their tensors.
+
+    Attributes:
+        documents: global starts of packed documents; None for one document.
+        columns: this rank's columns of the padding mask, ``[b, s]``; None without padding.
+    """
+
+    documents: Documents | None
+    columns: Tensor | None
+
+
+def note(x: Tensor, name: str, value: Any) -> None:
+    """Set an attribute of a tensor, where torch.compile sees it, and of its storage, which views share."""
+    for holder in (x, x.untyped_storage()):
+        setattr(holder, name, value)
+
+
+def noted(x: Any, name: str) -> Any:
+    """Return an attribute that ``note`` has set; None without one."""
+    if not isinstance(x, Tensor):
+        return None
+    return getattr(x if is_compiling() else x.untyped_storage(), name, None)

@@ -1,0 +1,292 @@
+"""Recurrent layers of transformers over shards of the sequence, by the functions of their modules that mix positions.
+
+Such a layer calls a causal convolution of its module, and most of them one of four recurrences. Inside of the forward
+of a layer of a model that ``bind`` got, and nowhere else, these functions compute over the shards of all ranks. No
+forward is written again, and there is no list of models.
+"""
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.distributed import ProcessGroup
+
+from tritoncomm.errors import ArgumentError, UnsupportedError
+from tritoncomm.integrations.batch_notes import SHARD, BatchShard, noted
+from tritoncomm.recurrent import Exchanged, Gathered, Role, Sliced, by_heads, conv_halo
+
+__all__ = [
+    "bind", "enter_model", "functions_of", "is_bound", "is_inside", "keywords", "leave_model", "parameters_of",
+    "recurrent_layers", "release", "restore", "unknown_of",
+]  # fmt: skip
+
+
+class _Recurrence(NamedTuple):
+    """Roles of the tensors of a recurrence, and of its result."""
+
+    roles: Mapping[int | str, Role]
+    result: Exchanged
+
+
+def _recurrence(result: Exchanged, roles: Mapping[Role, str]) -> _Recurrence:
+    """Return the roles by name, from the names of every role."""
+    return _Recurrence({name: role for role, names in roles.items() for name in names.split()}, result)
+
+
+_CONVOLUTION = "causal_conv1d_fn"
+_HEADS, _CHANNELS = Exchanged(), Exchanged(2, 1)
+_RECURRENCES = {
+    "torch_chunk_gated_delta_rule": _recurrence(_HEADS, {_HEADS: "query key value g beta"}),
+    "chunk_kimi_delta_attention": _recurrence(_HEADS, {_HEADS: "query key value g beta"}),
+    "mamba2_chunk_scan": _recurrence(_HEADS, {_HEADS: "hidden_states dt B C", Sliced(): "A D dt_bias"}),
+    "mamba_selective_scan": _recurrence(
+        _CHANNELS, {_CHANNELS: "hidden_states dt z", Gathered(2): "B C", Sliced(): "A D delta_bias"}
+    ),
+}
+# Functions that do both in one, where a package has them; without it they return None, and the layer calls the others.
+_FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
+_NAMES = (_CONVOLUTION, *_RECURRENCES)
+
+
+# Functions of one step with a cache, which is refused over shards.
+_STEPS = (
+    "causal_conv1d_update", "mamba2_selective_state_update", "mamba_selective_state_update",
+    "recurrent_kimi_delta_attention", "torch_recurrent_gated_delta_rule",
+)  # fmt: skip
+_MASK = "create_recurrent_attention_mask"
+_NAME = "tritoncomm_registered"  # attribute of a layer that computes over shards: the name in ``register``
+
+
+class _Running(threading.local):
+    """What runs in this thread: the forward of a model with its batch, that of a layer and its calls of functions.
+
+    Attributes:
+        model: the outermost one.
+        positions: position_ids of the batch, with their notes. Models hand them to the layers as the padding mask.
+        group: of the layer; None outside of one.
+        shard: of the layer.
+        calls: of functions of the table by the layer.
+    """
+
+    model: nn.Module | None = None
+    positions: Tensor | None = None
+    group: ProcessGroup | None = None
+    shard: BatchShard = BatchShard(None, None)
+    calls: int = 0
+
+
+_running = _Running()
+_groups: dict[str, ProcessGroup] = {}  # by the name in ``register``
+_bound: dict[tuple[str, str], tuple[Any, Any]] = {}  # (original, ours) of (module, function)
+_users: dict[tuple[str, str], set[str]] = {}  # names in ``register`` of the models that need it
+
+
+def recurrent_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model that call functions of the table, and no others that mix positions."""
+    return [module for module in model.modules() if functions_of(type(module)) and not unknown_of(type(module))]
+
+
+@lru_cache(maxsize=1024)
+def functions_of(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of the functions of the table that a class of layers calls."""
+    return tuple(name for name in _called(kind) if name in _NAMES)
+
+
+@lru_cache(maxsize=1024)
+def unknown_of(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of other functions that kernels may replace, and that a class of recurrent layers calls."""
+    return tuple(name for name in _called(kind) if name not in (*_NAMES, *_FUSED, *_STEPS))
+
+
+def _called(kind: type[nn.Module]) -> list[str]:
+    """Return the names of functions of transformers that kernels may replace and that methods of a class call."""
+    names = set()
+    for base in kind.__mro__:
+        for value in vars(base).values() if base.__module__.startswith("transformers.models.") else ():
+            method: Any = inspect.unwrap(value) if callable(value) else None
+            code = getattr(method, "__code__", None)
+            for name in () if code is None else code.co_names:
+                if name in _NAMES or _is_replaced(method.__globals__.get(name)):
+                    names.add(name)
+    return sorted(names)
+
+
+def _is_replaced(function: Any) -> bool:
+    """Whether a function is one of a layer's that transformers replaces by that of a package, where there is one."""
+    inner = getattr(function, "__wrapped__", None)
+    code = getattr(function, "__code__", None)
+    return inner is not None and code is not None and code.co_filename.endswith("hub_kernels.py")
+
+
+def bind(model: nn.Module, name: str, group: ProcessGroup) -> None:
+    """Let the recurrent layers of a model compute over the shards of a group, under a name of ``register``."""
+    layers = recurrent_layers(model)
+    if not layers:
+        return
+    _groups[name] = group
+    for module in sorted({base.__module__ for part in model.modules() for base in type(part).__mro__}):
+        names = vars(sys.modules[module]) if module.startswith("transformers.models.") else {}
+        for function in (*_NAMES, *_FUSED, _MASK):
+            if function not in names:
+                continue
+            key = module, function
+            if key not in _bound or names[function] is not _bound[key][1]:
+                make = _mask_of_layers if function == _MASK else _over_shards
+                _bound[key] = names[function], make(function, names[function])
+                setattr(sys.modules[module], function, _bound[key][1])
+            _users.setdefault(key, set()).add(name)
+    for layer in layers:
+        if not hasattr(layer, _NAME):  # its hooks stay, and do nothing after ``release``
+            layer.register_forward_pre_hook(_enter, with_kwargs=True)
+            # Also if the forward raises, or is stopped by a checkpoint that has recomputed enough.
+            layer.register_forward_hook(_leave, always_call=True)
+        setattr(layer, _NAME, name)
+    for module in model.modules():
+        if hasattr(module, "set_attn_implementation"):  # a model, of which each may be called
+            setattr(module, _NAME, name)
+
+
+def release(model: nn.Module) -> None:
+    """Let the recurrent layers of a model compute as they did before ``bind``."""
+    for layer in model.modules():
+        if hasattr(layer, _NAME):
+            setattr(layer, _NAME, None)
+
+
+def is_bound(model: nn.Module, name: str) -> bool:
+    """Whether recurrent layers of a model compute over shards under a name of ``register``."""
+    return getattr(model, _NAME, None) == name
+
+
+def is_inside() -> bool:
+    """Whether the forward of a model that got its batch runs in this thread."""
+    return _running.model is not None
+
+
+def enter_model(model: nn.Module, positions: Tensor) -> None:
+    """Let the forward of a model in this thread hand these position_ids, with their notes, to its recurrent layers."""
+    _running.model, _running.positions = model, positions
+
+
+def keywords(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords for the forward of a model that was entered: without a cache, unless somebody asks for it."""
+    # Where the model makes no mask for its layers, it hands down the one that it gets.
+    modules = {sys.modules[type(layer).__module__] for layer in recurrent_layers(model)}
+    mask = {} if any(hasattr(module, _MASK) for module in modules) else {"attention_mask": _running.positions}
+    return {"use_cache": False, **kwargs, **mask}
+
+
+def leave_model(model: nn.Module, *_: Any) -> None:
+    """Forget the batch of a forward, also where it has raised."""
+    if _running.model is model:
+        _running.model = _running.positions = None
+
+
+def _mask_of_layers(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes the padding mask of recurrent layers: the noted positions of a batch over shards."""
+
+    @wraps(original)
+    def mask(config: Any, *args: Any, **kwargs: Any) -> Any:
+        # Checkpointing keeps arguments of layers, and they come in the recomputation, too; a global would not be right.
+        model = _running.model
+        is_ours = model is not None and any(config is getattr(part, "config", None) for part in model.modules())
+        return _running.positions if is_ours else original(config, *args, **kwargs)
+
+    return mask
+
+
+def restore(names: Iterable[str]) -> None:
+    """Take our functions out of the modules, but for those that other names of ``register`` need."""
+    for name in names:
+        _groups.pop(name, None)
+    for key, users in list(_users.items()):
+        users.difference_update(names)
+        if users:
+            continue
+        original, ours = _bound.pop(key)
+        del _users[key]
+        if vars(sys.modules[key[0]]).get(key[1]) is ours:  # else somebody else's stands there, and calls ours
+            setattr(sys.modules[key[0]], key[1], original)
+
+
+def _over_shards(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that computes ``original``, and inside of a layer over the shards of its group."""
+    parameters = inspect.signature(original).parameters
+
+    @wraps(original)
+    def over_shards(*args: Any, **kwargs: Any) -> Any:
+        group, shard = _running.group, _running.shard
+        if group is None:
+            return original(*args, **kwargs)
+        if name in _FUSED:
+            return None
+        _running.calls += 1
+        # Models hand all keywords down, as position_ids; boundaries of documents would be those of a shard.
+        kwargs = {key: x for key, x in kwargs.items() if key in parameters or not isinstance(x, Tensor)}
+        return _function(name, original, group)(*args, documents=shard.documents, **kwargs)
+
+    return over_shards
+
+
+@lru_cache(maxsize=256)
+def _function(name: str, original: Callable[..., Any], group: ProcessGroup) -> Callable[..., Any]:
+    """Return ``original`` over the shards of a group, made once."""
+    if name == _CONVOLUTION:
+        # Most models name no argument, some all but the first.
+        return lambda hidden_states, weight, *args, **kwargs: conv_halo(original, group)(
+            hidden_states, weight, *args, **kwargs
+        )
+    recurrence = _RECURRENCES[name]
+    return by_heads(original, group, recurrence.roles, recurrence.result)
+
+
+def _enter(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Open the scope of a layer's forward, and give it this rank's columns of the padding mask."""
+    name = getattr(layer, _NAME)
+    if name is None:
+        return None
+    label = f"{name}: {type(layer).__name__}"
+    if name not in _groups:
+        raise ArgumentError(f"{label}: {name!r} is not registered; call register(), then switch(model, name)")
+    names, group = parameters_of(type(layer)), _groups[name]
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    shard = noted(arguments.get("attention_mask"), SHARD)
+    if shard is None:
+        raise ArgumentError(
+            f"{label}: no batch of shard_batch came here, so that this rank's samples would count as a part of one "
+            f"sequence of {group.size()} ranks; call the whole model, model(**shard_batch(batch, group))"
+        )
+    if arguments.get("cache_params") is not None or arguments.get("past_key_values") is not None:
+        raise UnsupportedError(
+            f"{label}: a cache of states is not supported over shards; pass use_cache=False, and generate after "
+            "switch(model, 'sdpa')"
+        )
+    index = names.index("attention_mask")
+    if index < len(args):
+        args = (*args[:index], shard.columns, *args[index + 1 :])
+    else:
+        kwargs = {**kwargs, "attention_mask": shard.columns}
+    _running.group, _running.shard, _running.calls = group, shard, 0
+    return args, kwargs
+
+
+@lru_cache(maxsize=1024)
+def parameters_of(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of the parameters of a layer's forward."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def _leave(layer: nn.Module, args: Any, result: Any) -> None:
+    """Close the scope; reject a forward that called none of the functions, and so computed a shard alone."""
+    calls, inside, _running.group = _running.calls, _running.group is not None, None
+    if inside and not calls and result is not None and not is_compiling():  # it is None where the forward has raised
+        raise UnsupportedError(
+            f"{getattr(layer, _NAME)}: {type(layer).__name__} called none of {', '.join(functions_of(type(layer)))}, "
+            "as if a kernel replaced the whole layer, and a shard alone gives other numbers; load the model without "
+            "kernels"
+        )
