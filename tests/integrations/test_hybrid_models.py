@@ -6,6 +6,7 @@ import io
 import sys
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -14,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from tritoncomm.errors import ArgumentError, UnsupportedError
+from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.integrations import recurrent_layers
 from tritoncomm.integrations import transformers as ours
 
@@ -130,10 +133,107 @@ def test_padding_is_zeroed_where_it_is(group: ProcessGroup, name: str, case: str
     check(group, name, case, 2)
 
 
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "lfm3"])
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("name", MODELS)
 def test_packed_documents_are_apart(group: ProcessGroup, name: str) -> None:
     check(group, name, "packed", 2)
+
+
+@pytest.mark.ranks(2)
+def test_boundaries_of_collators(group: ProcessGroup) -> None:
+    """What collators add for packed documents says the same as position_ids that start again, or is refused."""
+    ids, labels = drawn(2), drawn(2)
+    wanted = ours.shard_batch({"input_ids": ids, "labels": labels, **batch_of(ids, "packed")}, group)
+    numbers = torch.stack([(torch.arange(LENGTH)[:, None] >= torch.tensor(starts)).sum(1) for starts in STARTS])
+    found = ours.shard_batch({"input_ids": ids, "labels": labels, "seq_idx": numbers.int()}, group)
+    row = {"input_ids": ids[:1], "labels": labels[:1]}
+    cu = torch.tensor([*STARTS[0], LENGTH], dtype=torch.int32)
+    flat = ours.shard_batch(
+        row | {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 11, "max_length_k": 11}, group
+    )
+    for key, value in wanted.items():
+        assert torch.equal(found[key], value), key
+        assert key == "num_items_in_batch" or torch.equal(flat[key], value[:1]), key
+    assert set(flat) == set(wanted)
+    positions = batch_of(ids, "packed")["position_ids"][:1]
+    mask = torch.ones_like(ids[:1])
+    for wrong, words in (
+        ({"cu_seq_lens_q": cu[:-1]}, "cu_seq_lens_q has to ascend from 0 to 24"),
+        ({"cu_seq_lens_k": cu.flip(0)}, "cu_seq_lens_k has to ascend"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, LENGTH]), "position_ids": positions}, "start at other positions"),
+        ({"cu_seq_lens_q": cu, "attention_mask": mask}, "and an attention_mask; packed documents have no padding"),
+        ({"seq_idx": numbers[:1, :4]}, "seq_idx .* needs the shape of input_ids"),
+    ):
+        with pytest.raises((ArgumentError, ShapeError), match=words):
+            ours.shard_batch(row | wrong, group)
+    two = {"input_ids": ids, "cu_seq_lens_q": cu}
+    with pytest.raises(ArgumentError, match="there are 2 rows"):
+        ours.shard_batch(two, group)
+
+
+@pytest.mark.ranks(1, 2)
+def test_no_tensor_has_the_positions_squared(group: ProcessGroup) -> None:
+    """Attention goes document by document, with windows as well; a mask of all positions would be 16 times as large."""
+    model, ids = tiny("qwen3_next"), torch.randint(3, 90, (1, 512), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "position_ids": torch.arange(32).repeat(16)[None]}
+    registered, largest = ours.register(group), 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            masks = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.dtype is torch.bool]
+            largest = max([largest, *(x.untyped_storage().nbytes() for x in masks)])
+            return out
+
+    try:
+        ours.switch(model, registered)
+        with Largest(), torch.no_grad():
+            model(**ours.shard_batch(batch, group))
+    finally:
+        ours.unregister()
+    assert largest <= max(64 * 64, 512), largest  # of a chunk of the recurrence
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", ["lfm3", "qwen3_next"])
+def test_flash_attention_gets_the_boundaries_of_documents(group: ProcessGroup, name: str) -> None:
+    import transformers.masking_utils as masking
+    import transformers.modeling_utils as modeling
+
+    attentions, masks = modeling.ALL_ATTENTION_FUNCTIONS, masking.ALL_MASK_ATTENTION_FUNCTIONS
+    lengths = []
+
+    def flash(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        """Attention by boundaries, as flash attention has them."""
+        cu, window = kwargs.pop("cu_seq_lens_q").tolist(), kwargs.pop("sliding_window", None)
+        assert cu == kwargs.pop("cu_seq_lens_k").tolist()
+        assert mask is None
+        lengths.append((kwargs.pop("max_length_q"), kwargs.pop("max_length_k"), cu))
+        outs = []
+        for a, b in pairwise(cu):
+            place = torch.arange(b - a)
+            near = place[:, None] - place
+            seen = (near >= 0) & (near < (window or LENGTH))
+            outs.append(attentions["sdpa"](module, *(x[:, :, a:b] for x in (query, key, value)), seen, **kwargs)[0])
+        return torch.cat(outs, 1), None
+
+    type(attentions).register("flash_test", flash)
+    type(masks).register("flash_test", masks["flash_attention_2"])
+    model, ids = tiny(name), drawn(2)
+    reference = copy.deepcopy(model)
+    wanted, labels = whole(reference, ids, "packed", None)
+    try:
+        registered = ours.register(group, attention="flash_test")
+        ours.switch(model, registered)
+        out = model(**ours.shard_batch({"input_ids": ids, "labels": labels, **batch_of(ids, "packed")}, group))
+        out.loss.backward()
+        assert_alike(group, model, reference, out.logits.detach(), wanted, None)
+    finally:
+        ours.unregister()
+        attentions._global_mapping.pop("flash_test")
+        masks._global_mapping.pop("flash_test")
+    assert lengths[0] == (12, 12, [0, 5, 6, 17, 24, 36, 47, 48])
 
 
 def checkpointed(use_reentrant: bool) -> Callable[[Any], Any]:

@@ -81,8 +81,8 @@ def compare(group: ProcessGroup, case: str, heads: tuple[int, int], length: int 
     size = -(-length // group.size())
     wanted = logits[:, group.rank() * size : (group.rank() + 1) * size]
     got = local[0][:, : wanted.shape[1]]
-    if length % group.size():
-        assert (got - wanted).abs().max() <= 1e-6, what  # the padded product has other rows
+    if length % group.size() or case == "packed":
+        assert (got - wanted).abs().max() <= 1e-6, what  # products have other rows: with padding, or of one document
     else:
         assert torch.equal(got, wanted), what
     for x in (local[1], *local[2]):
@@ -147,8 +147,9 @@ def test_leaves_no_state(group: ProcessGroup) -> None:
         seen.clear()
         model(**ours.shard_batch(batch_of("right padding"), group))
         assert torch.equal(seen[0][6], batch_of("right padding")["attention_mask"].bool())
+        masked = ours.shard_batch(batch_of("plain"), group) | {"attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}
         with pytest.raises(tritoncomm.UnsupportedError, match="flash_test takes no 4-D mask"):
-            model(**ours.shard_batch(batch_of("packed"), group))
+            model(**masked)
         ours.unregister(one)
         assert two in attentions
         with pytest.raises(tritoncomm.ArgumentError, match="'one' is not registered here"):
@@ -183,10 +184,12 @@ def shards(group: ProcessGroup) -> None:
         {"input_ids": batch["input_ids"], "shift_labels": batch["labels"], "num_items_in_batch": 3}, group
     )
     assert given["num_items_in_batch"] == 3
-    packed = ours.shard_batch({**batch_of("packed"), "labels": None}, group)
-    mask = packed["attention_mask"]
-    document = torch.tensor([0] * 7 + [1] * 3 + [2] * 6)
-    assert torch.equal(mask[1, 0], (document[:, None] == document) & torch.ones(16, 16).tril().bool())
+    packed = ours.shard_batch(batch_of("packed"), group)
+    assert packed["attention_mask"].untyped_storage().nbytes() <= 8, "no memory of all positions"
+    assert torch.equal(packed["attention_mask"], torch.ones(2, 16))
+    dist.all_gather(parts, packed["shift_labels"], group=group)
+    ends = torch.cat(parts, 1)[:, [6, 9, 15]]  # of documents: the next token is another's
+    assert (ends == -100).all()
 
 
 def test_shards(pool: Pool) -> None:
@@ -223,7 +226,8 @@ def test_refusals(group: ProcessGroup) -> None:
         (shape, "same for all heads", lambda: model(**local, attention_mask=heads)),
         (unsupported, "mask made of local positions",
          lambda: model(**local, use_cache=False, position_ids=torch.arange(4).repeat(2).expand(2, 8))),
-        (unsupported, "has no sliding window", lambda: windowed(**packed)),
+        (unsupported, "has no sliding window", lambda: windowed(**local, attention_mask=heads[:, :1])),
+        (unsupported, "has a mask of its own, and packed documents", lambda: windowed(**packed)),
     ]  # fmt: skip
     for error, text, call in cases:
         with pytest.raises(error, match=text):

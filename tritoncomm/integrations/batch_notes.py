@@ -5,25 +5,23 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from tritoncomm.recurrent import Documents
-
-__all__ = ["GROUP", "MADE", "PACKED", "PADDED", "SHARD", "BatchShard", "note", "noted"]
+__all__ = ["DOCUMENTS", "GROUP", "MADE", "PADDED", "SHARD", "BatchShard", "note", "noted"]
 
 # Attributes of position_ids: the group's name, positions added to a sequence without a mask, and a BatchShard.
 GROUP, PADDED, SHARD = "tritoncomm_sequence_group", "tritoncomm_padded", "tritoncomm_shard"
-# Attributes of masks: made by ours; of packed sequences, which is causal.
-MADE, PACKED = "tritoncomm_made", "tritoncomm_packed"
+# Attributes of masks: made by ours; the documents that it stands for.
+MADE, DOCUMENTS = "tritoncomm_made", "tritoncomm_documents"
 
 
 class BatchShard(NamedTuple):
     """What recurrent layers have to know of a batch beside their tensors.
 
     Attributes:
-        documents: global starts of packed documents; None for one document.
+        documents: global starts of packed documents, of each row; None for one document.
         columns: this rank's columns of the padding mask, ``[b, s]``; None without padding.
     """
 
-    documents: Documents | None
+    documents: list[list[int]] | None
     columns: Tensor | None
 
 

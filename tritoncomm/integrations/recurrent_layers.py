@@ -21,8 +21,8 @@ from tritoncomm.integrations.batch_notes import SHARD, BatchShard, noted
 from tritoncomm.recurrent import Exchanged, Gathered, Role, Sliced, by_heads, conv_halo
 
 __all__ = [
-    "bind", "enter_model", "functions_of", "is_bound", "is_inside", "keywords", "leave_model", "parameters_of",
-    "recurrent_layers", "release", "restore", "unknown_of",
+    "bind", "documents", "enter_model", "functions_of", "is_bound", "is_inside", "keywords", "leave_model",
+    "parameters_of", "recurrent_layers", "release", "restore", "unknown_of",
 ]  # fmt: skip
 
 
@@ -173,6 +173,12 @@ def enter_model(model: nn.Module, positions: Tensor) -> None:
     _running.model, _running.positions = model, positions
 
 
+def documents() -> list[list[int]] | None:
+    """Return the documents of the batch in this thread; None for one document, and outside of a model."""
+    shard = noted(_running.positions, SHARD)
+    return None if shard is None else shard.documents
+
+
 def keywords(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the keywords for the forward of a model that was entered: without a cache, unless somebody asks for it."""
     # Where the model makes no mask for its layers, it hands down the one that it gets.
@@ -256,6 +262,8 @@ def _enter(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     names, group = parameters_of(type(layer)), _groups[name]
     arguments = dict(zip(names, args, strict=False)) | kwargs
     shard = noted(arguments.get("attention_mask"), SHARD)
+    if shard is None and group.size() == 1:
+        return None
     if shard is None:
         raise ArgumentError(
             f"{label}: no batch of shard_batch came here, so that this rank's samples would count as a part of one "

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -25,13 +26,15 @@ from tritoncomm.core.agreement import agree
 from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
 from tritoncomm.groups import resolve_sequence
 from tritoncomm.integrations import model_parts, recurrent_layers
-from tritoncomm.integrations.batch_notes import GROUP, MADE, PACKED, PADDED, SHARD, BatchShard, note, noted
+from tritoncomm.integrations.batch_notes import DOCUMENTS, GROUP, MADE, PADDED, SHARD, BatchShard, note, noted
 
 __all__ = ["NAME", "group_of", "register", "shard_batch", "switch", "unregister"]
 
 IGNORED = -100
 NAME = "tritoncomm_ulysses"
 _SHARDED = ("input_ids", "position_ids", "attention_mask", "labels", "shift_labels")
+# What collators add for packed documents; a shard has none, as the documents are noted for all positions.
+_BOUNDARIES = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Arguments of an attention function that change nothing, or that are done already: by the mask, or around attention.
 _TAKEN = frozenset(
     ["cache_position", "dropout", "is_causal", "labels", "logits_to_keep", "num_items_in_batch", "output_attentions"]
@@ -101,7 +104,7 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
         raise ArgumentError(f"switch: needs a model of transformers, not {type(model).__name__}")
     ours = _registered.get(name)
     is_sharded = ours is not None and ours.group.size() > 1
-    recurrent = recurrent_layers.recurrent_layers(model) if is_sharded else []
+    recurrent = [] if ours is None else recurrent_layers.recurrent_layers(model)
     problem = None if ours is None else model_parts.wrong_part(model, ours.attention, is_sharded, recurrent)
     if problem is not None:
         raise UnsupportedError(f"switch: {type(model).__name__}: {problem}")
@@ -131,9 +134,8 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
     if unknown is not None:
         warnings.warn(f"switch: {type(model).__name__}: {unknown}: runs unverified over shards", stacklevel=2)
     ours.judged.update(model.modules())
-    if is_sharded:
-        recurrent_layers.bind(outer, name, ours.group)
-        _hook(outer, name, has_attention)
+    recurrent_layers.bind(outer, name, ours.group)
+    _hook(outer, name, has_attention)
 
 
 def _hook(outer: Any, name: str, has_attention: bool) -> None:
@@ -161,6 +163,8 @@ def _begin(name: str, has_attention: bool, model: Any, args: Any, kwargs: Any) -
         return None
     arguments = dict(zip(recurrent_layers.parameters_of(type(model)), args, strict=False)) | kwargs
     ours, positions = _registered[name], arguments.get("position_ids")
+    if ours.group.size() == 1 and noted(positions, SHARD) is None:
+        return None  # one rank has all positions, whoever made the batch
     if not ours.own_positions:
         ours.check_positions(model, positions)
     elif noted(positions, SHARD) is None:
@@ -174,7 +178,7 @@ def _check_call(
     name: str, is_causal: bool, is_language_model: bool, has_attention: bool, model: Any, args: Any, kwargs: Any
 ) -> None:
     """Reject a batch that a switched model would take wrongly, while its attention is ``name``."""
-    if not _is_active(name, has_attention, model):
+    if not _is_active(name, has_attention, model) or group_of(name).size() == 1:
         return
     label = f"{name}: {type(model).__name__}"
     if kwargs.get("labels") is not None and not is_language_model:
@@ -183,18 +187,19 @@ def _check_call(
             "models; leave labels out, and compute the loss from the logits of each position"
         )
     if not is_causal:
-        _check_bidirectional(label, kwargs.get("attention_mask"), kwargs.get("position_ids"), group_of(name))
+        _check_bidirectional(label, kwargs.get("position_ids"), group_of(name))
 
 
-def _check_bidirectional(label: str, mask: Any, position_ids: Any, group: ProcessGroup) -> None:
+def _check_bidirectional(label: str, position_ids: Any, group: ProcessGroup) -> None:
     """Reject batches that are right in causal models alone: padding without a mask, and packed sequences."""
     if padded := noted(position_ids, PADDED):
         raise UnsupportedError(
             f"{label} is bidirectional, and would attend to the {padded} positions that shard_batch added to the "
             f"sequence; pass an attention_mask, of ones, or sequences of a multiple of {group.size()} positions"
         )
-    if noted(mask, PACKED):
-        raise UnsupportedError(f"{label} is bidirectional, and shard_batch makes a causal mask of packed sequences")
+    shard = noted(position_ids, SHARD)
+    if shard is not None and shard.documents is not None:
+        raise UnsupportedError(f"{label} is bidirectional, and packed sequences are for causal models")
 
 
 def group_of(name: str) -> ProcessGroup:
@@ -252,6 +257,20 @@ class _Config:
         return getattr(self._config, name)
 
 
+class _PackedMask:
+    """A mask of packed documents, which attention computes one by one.
+
+    Attributes:
+        documents: global starts, of each row.
+        arguments: of the function that makes a mask; none for a causal one.
+        masks: made so far, by rows and positions.
+    """
+
+    def __init__(self, documents: list[list[int]], arguments: dict[str, Any]) -> None:
+        self.documents, self.arguments = documents, arguments
+        self.masks: dict[tuple[int, int], Any] = {}
+
+
 class _Implementation:
     """Implementation that ``register`` adds: an attention function, and the function that makes its masks."""
 
@@ -281,10 +300,9 @@ class _Implementation:
             self._check_layer(module, kwargs.get("position_ids"))
         is_causal = kwargs.get("is_causal")
         if group.size() > 1 and not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-            _check_bidirectional(
-                f"{self.name}: {type(module).__name__}", attention_mask, kwargs.get("position_ids"), group
-            )
-        self._check(query, key, attention_mask, kwargs)
+            _check_bidirectional(f"{self.name}: {type(module).__name__}", kwargs.get("position_ids"), group)
+        packed = self._packed(module, attention_mask, kwargs)
+        self._check(query, key, None if packed is not None else attention_mask, kwargs)
         query, key, value = ulysses.autocast((query, key, value))
         tensors = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         exchange = ulysses.exchange_for(*tensors, group, seq_dim=1, seq_sizes=None, name=self.name)
@@ -296,10 +314,75 @@ class _Implementation:
         of_rank = query.shape[1] // key.shape[1]
         if self.attention != "sdpa" or of_rank != groups:
             module = _Local(module, of_rank, self.attention)
-        out = self.inner(module, query, key, value, attention_mask, **kwargs)[0]
+        if packed is not None:
+            kwargs.pop("position_ids", None)
+            out = self._by_documents(module, (query, key, value), packed, kwargs)
+        else:
+            out = self.inner(module, query, key, value, attention_mask, **kwargs)[0]
         if group.size() > 1:
             out = ulysses.to_sequence(out, exchange.out, group, exchange.names)
         return out, None
+
+    def _packed(self, module: Any, mask: Any, kwargs: dict[str, Any]) -> "_PackedMask | None":
+        """Return the documents that a mask of ours stands for, or those of position_ids; None for one document."""
+        packed = noted(mask, DOCUMENTS)
+        shard = noted(kwargs.get("position_ids"), SHARD)
+        if packed is not None or shard is None or shard.documents is None:
+            return packed
+        if kwargs.get("sliding_window") is not None or (isinstance(mask, Tensor) and mask.dim() == 4):
+            raise UnsupportedError(
+                f"{self.name}: {type(module).__name__} has a mask of its own, and packed documents; give its model to "
+                "switch()"
+            )
+        return _PackedMask(shard.documents, {})
+
+    def _by_documents(
+        self, module: Any, tensors: tuple[Tensor, ...], packed: "_PackedMask", kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Attend to all positions of every document by itself: q, k, v ``[b, heads, S, d]`` to ``[b, S, heads, d]``.
+
+        No mask of all positions is made, but for a window that ends inside of a document one of this document.
+        """
+        length = tensors[0].shape[2]
+        rows = packed.documents
+        if "flash" in self.attention:  # it knows boundaries: one call for all rows
+            starts = [row * length + start for row, of_row in enumerate(rows) for start in of_row]
+            stops = [*starts[1:], len(rows) * length]
+            boundaries = torch.tensor([*starts, stops[-1]], dtype=torch.int32, device=tensors[0].device)
+            longest = max(stop - start for start, stop in zip(starts, stops, strict=True))
+            flat = [x.transpose(0, 1).flatten(1, 2)[None] for x in tensors]
+            kwargs = {
+                **kwargs, "cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries,
+                "max_length_q": longest, "max_length_k": longest,
+            }  # fmt: skip
+            out = self.inner(module, *flat, None, **kwargs)[0]
+            return out[0].unflatten(0, (len(rows), length))
+        if all(row == rows[0] for row in rows):
+            return self._by_rows(module, tensors, rows[0], packed, kwargs)
+        parts = [
+            self._by_rows(module, tuple([x[row : row + 1] for x in tensors]), starts, packed, kwargs)
+            for row, starts in enumerate(rows)
+        ]
+        return torch.cat(parts)
+
+    def _by_rows(
+        self,
+        module: Any,
+        tensors: tuple[Tensor, ...],
+        starts: list[int],
+        packed: "_PackedMask",
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """Attend to every document of rows that are packed alike."""
+        outs = []
+        for start, stop in pairwise([*starts, tensors[0].shape[2]]):
+            part = [x[:, :, start:stop] for x in tensors]
+            key = len(part[0]), stop - start
+            if key not in packed.masks:
+                make = self.inner_mask if packed.arguments else None
+                packed.masks[key] = None if make is None else make(*key, key[1], 0, 0, **packed.arguments)
+            outs.append(self.inner(module, *part, packed.masks[key], **kwargs)[0])
+        return torch.cat(outs, 1)
 
     def _check_layer(self, module: Any, position_ids: Any) -> None:
         """Reject a batch that is not known to be sharded: by its positions, or by the model that the layer is in."""
@@ -366,7 +449,7 @@ class _Implementation:
         if not isinstance(mask, Tensor):  # none, or a block mask that `make_mask` has made
             return
         if mask.dim() == 4 and "flash" in self.attention:
-            raise UnsupportedError(f"{self.name}: {self.attention} takes no 4-D mask: packed sequences need 'sdpa'")
+            raise UnsupportedError(f"{self.name}: {self.attention} takes no 4-D mask; pack by position_ids")
         if mask.shape[-1] != positions or (mask.dim() == 4 and tuple(mask.shape[1:3]) != (1, positions)):
             raise ShapeError(
                 f"{self.name}: attention mask {list(mask.shape)} is not one of all {positions} positions, the same for "
@@ -374,7 +457,7 @@ class _Implementation:
             )
         window, is_made = kwargs.get("sliding_window"), is_compiling() or noted(mask, MADE)
         if window is not None and window < positions and not is_made:
-            raise UnsupportedError(f"{self.name}: a 4-D mask of the caller (packed sequences) has no sliding window")
+            raise UnsupportedError(f"{self.name}: a 4-D mask of the caller has no sliding window")
 
     def make_mask(
         self,
@@ -387,7 +470,15 @@ class _Implementation:
         **kwargs: Any,
     ) -> Any:
         """Make the mask of all positions, by the mask function of ``attention``, from local lengths and offsets."""
-        positions = q_length * self.group.size()
+        positions, documents = q_length * self.group.size(), recurrent_layers.documents()
+        if documents is not None:
+            if kwargs.get("use_vmap"):
+                raise UnsupportedError(f"{self.name}: a mask with an overlay has no packed documents")
+            # Of the shape that layers expect, without its memory; whoever attends by it gets NaN.
+            mask = torch.zeros((), dtype=torch.bool, device=kwargs.get("device"))
+            mask = mask.expand(batch_size, 1, positions, positions)
+            note(mask, DOCUMENTS, _PackedMask(documents, kwargs))
+            return mask
         if attention_mask is not None and attention_mask.shape[-1] != positions:
             raise ShapeError(
                 f"{self.name}: attention_mask {list(attention_mask.shape)} is not one of all {positions} positions; "
@@ -420,7 +511,9 @@ def shard_batch(
     Args:
         batch: ``input_ids`` ``[b, S]`` and, where they exist, ``labels`` or ``shift_labels``, ``position_ids``,
             ``attention_mask`` ``[b, S]`` and ``num_items_in_batch``. Position ids that start again are packed
-            sequences, unless there is an attention mask.
+            documents, unless there is an attention mask; or a collator says where they start: ``seq_idx`` ``[b, S]``,
+            numbers of documents, or ``cu_seq_lens_q``, their boundaries ``0, ..., S`` in a batch of one row. Without
+            position ids they then start again.
         group: the ranks; the tensor group by default, unless there is a context axis.
         pad_token_id: the token at padded positions.
 
@@ -428,7 +521,7 @@ def shard_batch(
         ``input_ids`` and global ``position_ids`` ``[b, s]``. With labels: ``shift_labels`` ``[b, s]``, the label of
         each position's successor; ``labels``, which makes the model compute its loss; ``num_items_in_batch``, the
         labels of all ranks: the losses of the ranks add up to the mean over the batch. ``attention_mask`` as it was,
-        or, for packed sequences, ``[b, 1, S, S]``: masks are of all positions, because attention is.
+        or ones for packed sequences: masks are of all positions, because attention is.
 
     Raises:
         ArgumentError: an entry that cannot be sharded.
@@ -446,22 +539,24 @@ def shard_batch(
         """Return this rank's positions of ``x``, padded with ``value`` at the end of the sequence."""
         return F.pad(x, (0, more), value=value)[:, start:end].contiguous()
 
-    positions, mask = _positions(batch, ids.shape[1] + more), batch.get("attention_mask")
+    mask = batch.get("attention_mask")
+    documents = _documents(batch, name) if mask is None else None
+    positions = _positions(batch, ids.shape[1] + more, documents)
     out: dict[str, Any] = {"input_ids": shard(ids, pad_token_id), "position_ids": positions[:, start:end].clone()}
     note(out["position_ids"], GROUP, group.group_name)
     if mask is not None:
-        out["attention_mask"] = F.pad(mask, (0, more))
-    elif batch.get("position_ids") is not None:
-        out["attention_mask"] = _packed_mask(positions)
-        if out["attention_mask"] is not None:
-            note(out["attention_mask"], PACKED, True)
-    columns = None if mask is None else F.pad(mask, (0, more))[:, start:end]
-    note(out["position_ids"], SHARD, BatchShard(_documents(positions) if mask is None else None, columns))
-    if mask is None:
+        mask = out["attention_mask"] = F.pad(mask, (0, more))
+    else:
         note(out["position_ids"], PADDED, more)
+        if documents is not None:  # without a mask transformers looks for them in the positions of a shard
+            out["attention_mask"] = ids.new_ones(()).expand(positions.shape)
+    columns = None if mask is None else mask[:, start:end]
+    note(out["position_ids"], SHARD, BatchShard(documents, columns))
     labels = batch.get("shift_labels")
     if labels is None and batch.get("labels") is not None:
-        labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
+        labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].clone()
+        for row, starts in enumerate(documents or ()):  # the last of a document has no successor
+            labels[row, [start - 1 for start in starts[1:]]] = IGNORED
     if labels is not None:
         out["shift_labels"] = out["labels"] = shard(labels, IGNORED)
         items = batch.get("num_items_in_batch")
@@ -488,7 +583,7 @@ def _check_batch(batch: Mapping[str, Any], group: ProcessGroup, name: str) -> No
 
 def _described(batch: Mapping[str, Any]) -> dict[str, str]:
     """Return the entries of a batch in words, with a digest of their values."""
-    return {key: _in_words(batch[key]) for key in _SHARDED if batch.get(key) is not None}
+    return {key: _in_words(batch[key]) for key in (*_SHARDED, *_BOUNDARIES) if isinstance(batch.get(key), Tensor)}
 
 
 def _in_words(x: Tensor) -> str:
@@ -503,38 +598,58 @@ def _check_entries(batch: Mapping[str, Any], name: str) -> None:
     """Reject a batch without ``input_ids`` ``[b, S]``, with entries of other names, or of other shapes."""
     if not isinstance(batch.get("input_ids"), Tensor) or batch["input_ids"].dim() != 2:
         raise ArgumentError(f"{name}: a batch needs input_ids, a tensor [batch, sequence]")
-    shape = tuple(batch["input_ids"].shape)
+    shape, others = tuple(batch["input_ids"].shape), (*_BOUNDARIES, "num_items_in_batch")
     for key, value in batch.items():
-        if key not in _SHARDED and key != "num_items_in_batch":
-            raise ArgumentError(f"{name}: {key!r} is not supported, only {', '.join(_SHARDED)} and num_items_in_batch")
-        if key in _SHARDED and value is not None and tuple(value.shape) != shape:
+        if key not in _SHARDED and key not in others:
+            raise ArgumentError(f"{name}: {key!r} is not supported, only {', '.join((*_SHARDED, *others))}")
+        if key in (*_SHARDED, "seq_idx") and value is not None and tuple(value.shape) != shape:
             raise ShapeError(f"{name}: {key} {list(value.shape)} needs the shape of input_ids, {list(shape)}")
+    boundaries = [key for key in _BOUNDARIES if batch.get(key) is not None]
+    if boundaries and batch.get("attention_mask") is not None:
+        raise ArgumentError(f"{name}: {', '.join(boundaries)} and an attention_mask; packed documents have no padding")
 
 
-def _positions(batch: Mapping[str, Any], length: int) -> Tensor:
-    """Return global position ids; padding goes on counting, so that it starts no sequence."""
-    ids, given = batch["input_ids"], batch.get("position_ids")
-    if given is None:
-        return torch.arange(length, device=ids.device).expand(ids.shape[0], length)
-    more = torch.arange(1, length - ids.shape[1] + 1, device=given.device, dtype=given.dtype)
-    return torch.cat([given, given[:, -1:] + more], 1)
+def _positions(batch: Mapping[str, Any], length: int, documents: list[list[int]] | None) -> Tensor:
+    """Return global position ids; padding goes on counting, so that it starts no document."""
+    ids, positions = batch["input_ids"], batch.get("position_ids")
+    if positions is None:
+        positions = torch.arange(length, device=ids.device).expand(ids.shape[0], length)
+        if documents is None:
+            return positions
+        positions = positions.clone()
+        for row, starts in zip(positions, documents, strict=True):
+            for start, stop in pairwise([*starts, length]):
+                row[start:stop] -= start
+        return positions
+    more = torch.arange(1, length - ids.shape[1] + 1, device=positions.device, dtype=positions.dtype)
+    return torch.cat([positions, positions[:, -1:] + more], 1)
 
 
-def _documents(positions: Tensor) -> list[list[int]] | None:
+def _documents(batch: Mapping[str, Any], name: str) -> list[list[int]] | None:
     """Return the global starts of the documents of each row; None without packing. On a GPU the host waits."""
-    starts = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
-    if not starts.any():
-        return None
-    starts[:, 0] = True
-    return [row.nonzero()[:, 0].tolist() for row in starts.cpu()]
+    ways: dict[str, list[list[int]]] = {}
+    if (positions := batch.get("position_ids")) is not None:
+        ways["position_ids"] = _starts(positions.diff(dim=1) != 1)
+    if (numbers := batch.get("seq_idx")) is not None:
+        ways["seq_idx"] = _starts(numbers.diff(dim=1) != 0)
+    rows, length = batch["input_ids"].shape
+    for key in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if batch.get(key) is None:
+            continue
+        boundaries = batch[key].flatten().tolist()
+        is_valid = len(boundaries) > 1 and (boundaries[0], boundaries[-1]) == (0, length)
+        if rows != 1 or not is_valid or any(a >= b for a, b in pairwise(boundaries)):
+            raise ArgumentError(
+                f"{name}: {key} has to ascend from 0 to {length} in a batch of one row; it is {boundaries[:8]}, and "
+                f"there are {rows} rows"
+            )
+        ways[key] = [boundaries[:-1]]
+    if len({str(documents) for documents in ways.values()}) > 1:
+        raise ArgumentError(f"{name}: {' and '.join(ways)} have documents that start at other positions")
+    documents = next(iter(ways.values()), None)
+    return None if documents is None or all(len(starts) == 1 for starts in documents) else documents
 
 
-def _packed_mask(positions: Tensor) -> Tensor | None:
-    """Return ``[b, 1, S, S]``, true where a position attends to another of its sequence; None without packing."""
-    # A packed sequence starts where a position does not follow the one before; ``sequence`` numbers them.
-    starts = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
-    if not starts.any():
-        return None
-    sequence = starts.cumsum(1)
-    same = sequence[:, None, :, None] == sequence[:, None, None, :]
-    return same.tril()
+def _starts(is_first: Tensor) -> list[list[int]]:
+    """Return the starts of documents in each row, from whether each position but the first starts one."""
+    return [[0, *(row.nonzero()[:, 0] + 1).tolist()] for row in is_first.cpu()]
