@@ -73,6 +73,7 @@ class Report(NamedTuple):
         errors: of each misuse, by its name.
         rounded: steps of each model, by "exact" (in fp32), "alone" and "sharded" (under bf16 autocast); see ``_steps``.
         sums: of the Trainer that gathers sums, alone (None on other ranks) and over sequence shards.
+        packed: steps of a hybrid model: alone, a sequence in each row (None on other ranks); and packed, over shards.
     """
 
     alone: Run | None
@@ -82,6 +83,7 @@ class Report(NamedTuple):
     errors: dict[str, str]
     rounded: dict[str, dict[str, Steps]]
     sums: tuple[Sums | None, Sums]
+    packed: tuple[Steps | None, Steps]
 
 
 def _library() -> Any:
@@ -249,6 +251,26 @@ def _steps(kind: str, trainer: Any, folder: str, in_bf16: bool = True, **more: A
     return Steps([float(log["loss"]) for log in logs], [float(log["grad_norm"]) for log in logs])
 
 
+def _packed(kind: Any, folder: str, is_packed: bool, **more: Any) -> Steps:
+    """Three steps of a model with recurrent layers: of four sequences in rows, or of two by two packed in a row."""
+    from tiny_models import tiny
+
+    transformers = _library()
+    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    samples, model = _samples(), tiny("qwen3_next", 0, 4)
+    for sample in samples:
+        sample["labels"] = sample["input_ids"].clone()
+        sample["labels"][0] = -100  # which Trainer counts in rows, where it is no label of a position
+    packed = [{key: x.tolist() for key, x in sample.items()} for sample in samples]
+    trainer = kind(
+        model=model, args=_arguments(folder, learning_rate=0.05), train_dataset=packed if is_packed else samples,
+        data_collator=collator if is_packed else None, **more,
+    )  # fmt: skip
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return Steps([float(log["loss"]) for log in logs], [float(log["grad_norm"]) for log in logs])
+
+
 def _join(ranks: Sequence[Mapping[str, str]], sequence: int) -> dist.ProcessGroup:
     """Make this process a rank, after it ran a Trainer of its own; the sequence group."""
     from accelerate.state import AcceleratorState, GradientState  # as late as transformers
@@ -267,6 +289,7 @@ def run_job_of_trainers(ranks: Sequence[Mapping[str, str]], sequence: int, batch
         alone = _run(_quiet_trainer(), 2, evaluated, folder) if is_first else None
         adapted = _run(_quiet_trainer(), 2, evaluated, folder, True) if is_first and is_pair else None
         counted = _sums(_summing_trainer(), 2, evaluated, folder) if is_first else None
+        in_rows = _packed(_quiet_trainer(), folder, False) if is_first and is_pair else None
         rounded: dict[str, dict[str, Steps]] = {kind: {} for kind in KINDS}
         for kind in KINDS if is_first and is_pair else ():
             for name, in_bf16 in (("exact", False), ("alone", True)):
@@ -278,11 +301,12 @@ def run_job_of_trainers(ranks: Sequence[Mapping[str, str]], sequence: int, batch
         sums = _sums(_mixed(_summing_trainer(), True), batch, evaluated, folder, ulysses=name)
         for kind in KINDS if is_pair else ():
             rounded[kind]["sharded"] = _steps(kind, _sharded_trainer(), folder, ulysses=name)
+        packed = _packed(_sharded_trainer(), folder, True, ulysses=name) if is_pair else Steps([], [])
         saved = _saved(folder, name) if is_pair else []
         errors = _misuses(group, name, folder) if is_pair else {}
     ours.unregister()
     tritoncomm.destroy()
-    return Report(alone, sharded, both, saved, errors, rounded, (counted, sums))
+    return Report(alone, sharded, both, saved, errors, rounded, (counted, sums), (in_rows, packed))
 
 
 class _Stream(IterableDataset[dict[str, Tensor]]):

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -258,6 +260,55 @@ def test_recomputation(group: ProcessGroup, name: str, use_reentrant: bool) -> N
             model.enable_input_require_grads()
 
     check(group, name, "packed", 2, change)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_layers_compile(group: ProcessGroup, fullgraph: bool) -> None:
+    def change(model: Any) -> None:
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager", fullgraph=fullgraph)
+
+    torch.compiler.reset()
+    check(group, "qwen3_next", "packed", 2, change)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_bf16_has_the_bits_of_one_process(group: ProcessGroup, name: str) -> None:
+    model, ids = tiny(name).bfloat16(), drawn(2)
+    wanted = model(input_ids=ids, use_cache=False).logits
+    registered = ours.register(group)
+    try:
+        ours.switch(model, registered)
+        found = model(**ours.shard_batch({"input_ids": ids}, group)).logits
+        assert torch.equal(found, wanted.chunk(2, 1)[group.rank()])
+    finally:
+        ours.unregister()
+
+
+@pytest.mark.ranks(2)
+def test_fsdp2_over_the_same_ranks(group: ProcessGroup) -> None:
+    """Its gradients are means over the ranks of the sums that shards of the sequence have."""
+    model, ids = tiny("qwen3_next"), drawn(2)
+    reference = copy.deepcopy(model)
+    wanted, labels = whole(reference, ids, "packed", None)
+    registered = ours.register(group)
+    try:
+        ours.switch(model, registered)
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        out = model(**ours.shard_batch({"input_ids": ids, "labels": labels, **batch_of(ids, "packed")}, group))
+        out.loss.backward()
+        torch.testing.assert_close(out.logits, wanted.chunk(2, 1)[group.rank()], atol=LOGITS, rtol=0)
+        for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+            if other.grad is not None:
+                off = (2 * mine.grad.full_tensor() - other.grad).abs().max() / other.grad.abs().max().clamp(min=1e-3)
+                assert off < GRADIENTS
+    finally:
+        ours.unregister()
 
 
 @pytest.mark.ranks(2)

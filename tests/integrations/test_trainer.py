@@ -63,6 +63,16 @@ def test_adapters_train_as_in_one_process(two_ranks: list[Report]) -> None:
     check_runs(runs[0][0], [run[1] for run in runs if run], 5, logits=4e-6)  # adapters multiply twice
 
 
+def test_packed_documents_of_a_hybrid_model_train_as_rows_of_one_process(two_ranks: list[Report]) -> None:
+    """With what transformers' collator for packing adds: seq_idx, cu_seq_lens_q and position_ids."""
+    alone = two_ranks[0].packed[0]
+    assert alone is not None
+    assert len(set(alone.losses)) == 3
+    for report in two_ranks:
+        assert report.packed[1].losses == pytest.approx(alone.losses, abs=2e-6)
+        assert report.packed[1].norms == pytest.approx(alone.norms, rel=1e-4)
+
+
 def check_sums(reports: list[Report]) -> None:
     alone = reports[0].sums[0]
     assert alone is not None

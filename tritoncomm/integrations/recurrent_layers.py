@@ -234,7 +234,8 @@ def _over_shards(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         _running.calls += 1
         # Models hand all keywords down, as position_ids; boundaries of documents would be those of a shard.
         kwargs = {key: x for key, x in kwargs.items() if key in parameters or not isinstance(x, Tensor)}
-        return _function(name, original, group)(*args, documents=shard.documents, **kwargs)
+        make = _function.__wrapped__ if is_compiling() else _function
+        return make(name, original, group)(*args, documents=shard.documents, **kwargs)
 
     return over_shards
 
@@ -259,7 +260,7 @@ def _enter(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     label = f"{name}: {type(layer).__name__}"
     if name not in _groups:
         raise ArgumentError(f"{label}: {name!r} is not registered; call register(), then switch(model, name)")
-    names, group = parameters_of(type(layer)), _groups[name]
+    names, group = (parameters_of.__wrapped__ if is_compiling() else parameters_of)(type(layer)), _groups[name]
     arguments = dict(zip(names, args, strict=False)) | kwargs
     shard = noted(arguments.get("attention_mask"), SHARD)
     if shard is None and group.size() == 1:
