@@ -260,6 +260,7 @@ SILENT = {  # public names that no other rank has to call
     "ulysses.exchange_for": "plans, and sends nothing",
     "recurrent.Exchanged": "a role of an argument",
     "recurrent.Gathered": "a role of an argument",
+    "recurrent.Documents": "the type of starts",
     "recurrent.Role": "the type of roles",
     "recurrent.Sliced": "a role of an argument",
     "reshard.Layout": "a description",

@@ -67,14 +67,14 @@ class _Running(threading.local):
 
     Attributes:
         model: the outermost one.
-        positions: position_ids of the batch, with their notes. Models hand them to the layers as the padding mask.
+        mask: of this rank's positions, with its notes. Models hand it to the layers as the padding mask.
         group: of the layer; None outside of one.
         shard: of the layer.
         calls: of functions of the table by the layer.
     """
 
     model: nn.Module | None = None
-    positions: Tensor | None = None
+    mask: Tensor | None = None
     group: ProcessGroup | None = None
     shard: BatchShard = BatchShard(None, None)
     calls: int = 0
@@ -168,14 +168,14 @@ def is_inside() -> bool:
     return _running.model is not None
 
 
-def enter_model(model: nn.Module, positions: Tensor) -> None:
-    """Let the forward of a model in this thread hand these position_ids, with their notes, to its recurrent layers."""
-    _running.model, _running.positions = model, positions
+def enter_model(model: nn.Module, mask: Tensor) -> None:
+    """Let the forward of a model in this thread hand this mask, with its notes, to its recurrent layers."""
+    _running.model, _running.mask = model, mask
 
 
 def documents() -> list[list[int]] | None:
     """Return the documents of the batch in this thread; None for one document, and outside of a model."""
-    shard = noted(_running.positions, SHARD)
+    shard = noted(_running.mask, SHARD)
     return None if shard is None else shard.documents
 
 
@@ -183,25 +183,25 @@ def keywords(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the keywords for the forward of a model that was entered: without a cache, unless somebody asks for it."""
     # Where the model makes no mask for its layers, it hands down the one that it gets.
     modules = {sys.modules[type(layer).__module__] for layer in recurrent_layers(model)}
-    mask = {} if any(hasattr(module, _MASK) for module in modules) else {"attention_mask": _running.positions}
+    mask = {} if any(hasattr(module, _MASK) for module in modules) else {"attention_mask": _running.mask}
     return {"use_cache": False, **kwargs, **mask}
 
 
 def leave_model(model: nn.Module, *_: Any) -> None:
     """Forget the batch of a forward, also where it has raised."""
     if _running.model is model:
-        _running.model = _running.positions = None
+        _running.model = _running.mask = None
 
 
 def _mask_of_layers(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes the padding mask of recurrent layers: the noted positions of a batch over shards."""
+    """Return a function that makes the padding mask of recurrent layers: over shards that of the batch."""
 
     @wraps(original)
     def mask(config: Any, *args: Any, **kwargs: Any) -> Any:
         # Checkpointing keeps arguments of layers, and they come in the recomputation, too; a global would not be right.
         model = _running.model
         is_ours = model is not None and any(config is getattr(part, "config", None) for part in model.modules())
-        return _running.positions if is_ours else original(config, *args, **kwargs)
+        return _running.mask if is_ours else original(config, *args, **kwargs)
 
     return mask
 
@@ -260,7 +260,7 @@ def _enter(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     label = f"{name}: {type(layer).__name__}"
     if name not in _groups:
         raise ArgumentError(f"{label}: {name!r} is not registered; call register(), then switch(model, name)")
-    names, group = (parameters_of.__wrapped__ if is_compiling() else parameters_of)(type(layer)), _groups[name]
+    names, group = parameters_of(type(layer)), _groups[name]
     arguments = dict(zip(names, args, strict=False)) | kwargs
     shard = noted(arguments.get("attention_mask"), SHARD)
     if shard is None and group.size() == 1:
@@ -284,9 +284,13 @@ def _enter(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     return args, kwargs
 
 
-@lru_cache(maxsize=1024)
 def parameters_of(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Return the names of the parameters of a layer's forward."""
+    """Return the names of the parameters of a module's forward."""
+    return (_parameters.__wrapped__ if is_compiling() else _parameters)(kind)
+
+
+@lru_cache(maxsize=1024)
+def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 

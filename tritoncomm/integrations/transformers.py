@@ -26,7 +26,17 @@ from tritoncomm.core.agreement import agree
 from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
 from tritoncomm.groups import resolve_sequence
 from tritoncomm.integrations import model_parts, recurrent_layers
-from tritoncomm.integrations.batch_notes import DOCUMENTS, GROUP, MADE, PADDED, SHARD, BatchShard, note, noted
+from tritoncomm.integrations.batch_notes import (
+    DOCUMENTS,
+    GROUP,
+    LAYER_MASK,
+    MADE,
+    PADDED,
+    SHARD,
+    BatchShard,
+    note,
+    noted,
+)
 
 __all__ = ["NAME", "group_of", "register", "shard_batch", "switch", "unregister"]
 
@@ -163,14 +173,15 @@ def _begin(name: str, has_attention: bool, model: Any, args: Any, kwargs: Any) -
         return None
     arguments = dict(zip(recurrent_layers.parameters_of(type(model)), args, strict=False)) | kwargs
     ours, positions = _registered[name], arguments.get("position_ids")
-    if ours.group.size() == 1 and noted(positions, SHARD) is None:
+    mask = noted(positions, LAYER_MASK)
+    if ours.group.size() == 1 and mask is None:
         return None  # one rank has all positions, whoever made the batch
     if not ours.own_positions:
         ours.check_positions(model, positions)
-    elif noted(positions, SHARD) is None:
-        positions = torch.zeros(1)
-        note(positions, SHARD, BatchShard(None, None))
-    recurrent_layers.enter_model(model, positions)
+    elif mask is None:
+        mask = torch.ones(1, 1)
+        note(mask, SHARD, BatchShard(None, None))
+    recurrent_layers.enter_model(model, mask)
     return (args, recurrent_layers.keywords(model, kwargs)) if recurrent_layers.is_bound(model, name) else None
 
 
@@ -551,7 +562,10 @@ def shard_batch(
         if documents is not None:  # without a mask transformers looks for them in the positions of a shard
             out["attention_mask"] = ids.new_ones(()).expand(positions.shape)
     columns = None if mask is None else mask[:, start:end]
-    note(out["position_ids"], SHARD, BatchShard(documents, columns))
+    of_layers = torch.ones_like(out["input_ids"]) if columns is None else columns.clone()
+    for x in (out["position_ids"], of_layers):
+        note(x, SHARD, BatchShard(documents, columns))
+    note(out["position_ids"], LAYER_MASK, of_layers)
     labels = batch.get("shift_labels")
     if labels is None and batch.get("labels") is not None:
         labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].clone()
