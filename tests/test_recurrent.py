@@ -1,5 +1,6 @@
 """Recurrences by heads and convolutions by a halo over shards of the sequence, against one process in float64."""
 
+import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -95,6 +96,119 @@ def test_recurrences(group: ProcessGroup, heads: tuple[int, int], documents: tup
     given = None if even else sizes
     ours = lambda q, k, v, g: call(q, k, v, g=g, scale=0.5, documents=inside(documents, n), sizes=given)[0]  # noqa: E731
     compare(group, (q, k, v, g), out, sizes, 1, ours)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize(("heads", "width"), [((1, 1), 5), ((2, 1), 2), ((2, 2), 3), ((3, 1), 4), ((3, 3), 2)])
+def test_ranks_of_a_head_split_its_columns(
+    group: ProcessGroup, heads: tuple[int, int], width: int, documents: tuple[int, ...], even: bool
+) -> None:
+    sizes = sizes_of(group.size(), even)
+    n, (values, keys) = sum(sizes), heads
+    q, k = (drawn(2, n, keys, 3, seed=i).requires_grad_() for i in (1, 2))
+    v, g = drawn(2, n, values, width, seed=3).requires_grad_(), drawn(2, n, values, seed=4).requires_grad_()
+    starts = inside(documents, n)
+    out = alone(lambda q, k, v, g: rule(q, k, v, g, 0.5)[0], starts, n, 1, q, k, v, g)
+    columns = Exchanged(columns=3)
+    roles = {"q": Exchanged(), "k": Exchanged(), "v": columns, "g": Exchanged()}
+    call = by_heads(rule, group, roles, columns)
+    ours = lambda q, k, v, g: call(q, k, v, g=g, scale=0.5, documents=starts, sizes=sizes)[0]  # noqa: E731
+    compare(group, (q, k, v, g), out, sizes, 1, ours)
+    # The same with other dims, and a parameter of each head.
+    decay = drawn(values, seed=5).requires_grad_()
+    turned = lambda v, q, k, a: rule(q, k, v.permute(3, 1, 0, 2), a.expand(2, v.shape[1], -1))[0].permute(2, 1, 3, 0)  # noqa: E731
+    v = drawn(values, n, width, 2, seed=6).requires_grad_()
+    out = alone(lambda v, q, k: turned(v, q, k, decay), starts, n, 1, v, q, k)
+    columns = Exchanged(1, 0, 2)
+    call = by_heads(turned, group, {"v": columns, "q": Exchanged(), "k": Exchanged(), "a": Sliced()}, columns)
+    ours = lambda v, q, k, a: call(v, q, k, a, documents=starts, sizes=sizes)  # noqa: E731
+    compare(group, (v, q, k), out, sizes, 1, ours, (decay,))
+
+
+@pytest.mark.ranks(1, 3, 8, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4)))
+def test_drawn_layouts(group: ProcessGroup) -> None:
+    run_drawn_layouts(group)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("world", [5, 6, 7])
+def test_drawn_layouts_of_odd_groups(group: ProcessGroup, world: int) -> None:
+    part = torch.distributed.new_group(range(world))
+    if group.rank() < world:
+        assert isinstance(part, ProcessGroup)
+        run_drawn_layouts(part)
+
+
+def run_drawn_layouts(group: ProcessGroup) -> None:
+    """Heads 2 to 7 and 16, groups of keys 1 and 8 among them; any sizes, zeros too; documents; one message a dtype."""
+    draw = random.Random(group.size())
+    columns = Exchanged(columns=3)
+    roles = {"q": Exchanged(), "k": Exchanged(), "v": columns, "g": Exchanged()}
+    for values, keys in [(2, 1), (3, 3), (4, 2), (5, 1), (6, 2), (7, 7), (16, 8), (16, 1)]:
+        sizes = [draw.choice([0, 1, 2, 5]) for _ in range(group.size())]
+        sizes[draw.randrange(group.size())] += 1
+        n = sum(sizes)
+        starts = sorted({0, *(draw.randrange(n) for _ in range(draw.randrange(4)))})
+        q, k = (drawn(2, n, keys, 2, seed=i).requires_grad_() for i in (1, 2))
+        v, g = drawn(2, n, values, 4, seed=3).requires_grad_(), drawn(2, n, values, seed=4).requires_grad_()
+        out = alone(lambda q, k, v, g: rule(q, k, v, g)[0], starts, n, 1, q, k, v, g)
+        ours = lambda q, k, v, g: by_heads(rule, group, roles, columns)(q, k, v, g, documents=starts, sizes=sizes)[0]  # noqa: B023, E731
+        with record.recording() as counted:
+            compare(group, (q, k, v, g), out, sizes, 1, ours)
+        if group.size() > 1:
+            calls = {name: sum(c.calls for (n, _), c in counted.items() if n == name) for name, _ in counted}
+            assert calls == {"by_heads": 2, "by_heads.backward": 2}, (values, keys, sizes)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("kind", ["cu_seqlens", "seq_idx"])
+def test_a_function_that_keeps_documents_apart_is_called_once(group: ProcessGroup, kind: Any) -> None:
+    """For all rows and documents, with global boundaries; values and gradients."""
+    sizes = sizes_of(group.size(), even=False)
+    n, calls = sum(sizes), []
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, **kwargs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        boundaries = kwargs.get(kind)
+        calls.append(boundaries)
+        if boundaries is None:
+            return rule(q, k, v)
+        assert boundaries.dtype is torch.int32
+        if kind == "cu_seqlens":
+            assert q.shape[0] == 1
+            assert q.shape[1] == boundaries[-1]
+            cuts = boundaries.tolist()
+            return alone(lambda *xs: rule(*xs)[0], cuts[:-1], cuts[-1], 1, q, k, v), None
+        assert boundaries.shape == q.shape[:2]
+        rows = []
+        for row, numbers in enumerate(boundaries):
+            starts = [0, *(numbers.diff().nonzero()[:, 0] + 1).tolist()]
+            xs = [x[row : row + 1] for x in (q, k, v)]
+            rows.append(alone(lambda *xs: rule(*xs)[0], starts, q.shape[1], 1, *xs))
+        return torch.cat(rows), None
+
+    q, k, v = (drawn(2, n, 4, 3, seed=i).requires_grad_() for i in range(3))
+    call = by_heads(packed, group, boundaries=kind)
+    for rows in ([[0, 1, 4], [0, n - 1]], [0, 3, 4], [0]):
+        of_rows = rows if isinstance(rows[0], list) else [rows, rows]
+        out = torch.cat([alone(lambda *xs: rule(*xs)[0], starts, n, 1, *(x[r : r + 1] for x in (q, k, v)))
+                         for r, starts in enumerate(of_rows)])  # fmt: skip
+        calls.clear()
+        ours = lambda q, k, v: call(q, k, v, documents=rows, sizes=sizes)[0]  # noqa: B023, E731
+        compare(group, (q, k, v), out, sizes, 1, ours)
+        assert len(calls) == 1
+        assert (calls[0] is None) == (rows == [0])
+    with torch.inference_mode():  # what is kept for later calls can be kept for their backward
+        mine = [x.split(sizes, 1)[group.rank()] for x in (q, k, v)]
+        call(*mine, documents=[0, 2], sizes=sizes)
+    call(*mine, documents=[0, 2], sizes=sizes)
+    assert calls[-1] is not None
+    assert not calls[-1].is_inference()
+    assert calls[-1] is calls[-2]
+    with pytest.raises(ArgumentError, match="need positions in dim 1"):
+        by_heads(scan, group, {"x": Exchanged(2, 1)}, Exchanged(2, 1), boundaries="cu_seqlens")
 
 
 @pytest.mark.ranks(2, 4)
@@ -243,6 +357,14 @@ def test_what_is_refused(group: ProcessGroup) -> None:
     call = by_heads(rule, group)
     with pytest.raises(ShapeError, match="1 heads are fewer than the 2 ranks"):
         call(x[:, :, :1], x[:, :, :1], x[:, :, :1])
+    columns = Exchanged(columns=3)
+    of_columns = by_heads(rule, group, {"q": Exchanged(), "k": Exchanged(), "v": columns, "g": columns}, columns)
+    with pytest.raises(ShapeError, match="1 heads of 1 columns are fewer than the 2 ranks that split them"):
+        of_columns(x[:, :, :1], x[:, :, :1], x[:, :, :1, :1])
+    with pytest.raises(ShapeError, match=r"need as many heads and columns; they have \[0, 0, 3, 2\]"):
+        of_columns(x[:, :, :1], x[:, :, :1], x[:, :, :1], x[:, :, :1, :2])
+    with pytest.raises(ShapeError, match=r"need a result with the \d columns of this rank; it has the shape"):
+        by_heads(lambda v: v.sum(3), group, {"v": columns})(x[:, :, :1])
     with pytest.raises(UnsupportedError, match="more than two different numbers of heads"):
         call(x[:, :, :1], x, x.repeat(1, 1, 2, 1))
     with pytest.raises(ArgumentError, match="'k' of shape"):

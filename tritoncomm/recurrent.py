@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from inspect import signature
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,10 +29,16 @@ __all__ = ["Documents", "Exchanged", "Gathered", "Role", "Sliced", "by_heads", "
 
 
 class Exchanged(NamedTuple):
-    """Role of a tensor with positions and heads, in these dims: a rank gets all positions of its heads."""
+    """Role of a tensor with positions and heads, in these dims: a rank gets all positions of its heads.
+
+    Attributes:
+        columns: dim in which the function is independent, too, as the values' last one is. More ranks than heads split
+            it; without any such tensor they are refused.
+    """
 
     positions: int = 1
     heads: int = 2
+    columns: int | None = None
 
 
 class Gathered(NamedTuple):
@@ -59,13 +65,15 @@ def by_heads(
     group: GroupLike | None = None,
     roles: Mapping[int | str, Role] | None = None,
     result: Exchanged = Exchanged(),  # noqa: B008  (a tuple, never changed)
+    boundaries: Literal["cu_seqlens", "seq_idx"] | None = None,
 ) -> _Function:
     """Return a function over shards of the sequence that computes ``function``, a recurrence, on all positions.
 
     Forward: one all-to-all to the heads of this rank (one for each dtype), ``function``, one all-to-all back. Backward:
     likewise; the gradients of heads that several ranks read are added up in rank order. Heads are split as evenly as
     possible. Where some tensors have fewer heads, as keys shared among value heads, a rank gets those that its heads
-    read: ``function`` has to repeat them as it does for all heads.
+    read: ``function`` has to repeat them as it does for all heads. Where heads are fewer than ranks, the ranks of a
+    head split its columns.
 
     Args:
         group: ranks that hold the sequence (see ``groups.as_group``); the tensor group by default.
@@ -73,6 +81,9 @@ def by_heads(
             all are ``Exchanged()``, ``[b, s, heads, ...]``, of three dims and more.
         result: dims of the result, the first one if ``function`` returns a tuple; the others are returned as they are,
             those of this rank's heads.
+        boundaries: argument by which ``function`` keeps documents apart, so that one call computes all of them:
+            ``cu_seqlens``, int32 ``[documents + 1]`` of a batch of one row, to which rows are joined (positions have
+            to be dim 1); or ``seq_idx``, int32 ``[b, S]``. Without it ``function`` is called for each document.
 
     Returns:
         A function with the arguments of ``function`` and two more by keyword. ``documents``: global starts of packed
@@ -82,7 +93,8 @@ def by_heads(
 
     Raises:
         ArgumentError: a tensor without a role, or without the dims of its role; documents that do not ascend.
-        ShapeError: fewer heads than ranks, numbers of heads that do not divide, or sizes that do not fit.
+        ShapeError: fewer heads than ranks and no columns to split, or more ranks than columns of all heads; numbers of
+            heads that do not divide, or sizes that do not fit.
         UnsupportedError: more than two different numbers of heads.
 
     Shape: ``[b, s, heads, d] -> [b, s, heads, d']`` by default.
@@ -93,6 +105,10 @@ def by_heads(
     """
     name = "by_heads"
     ranks = resolve_sequence(group, name)
+    if boundaries == "cu_seqlens" and any(
+        role.positions != 1 for role in (result, *(roles or {}).values()) if isinstance(role, Exchanged | Gathered)
+    ):
+        raise ArgumentError(f"{name}: boundaries 'cu_seqlens' need positions in dim 1")
     try:
         parameters = tuple(signature(function).parameters)
     except (TypeError, ValueError):  # of a builtin function
@@ -106,17 +122,19 @@ def by_heads(
         exchanged = {key: role for key, role in parts.items() if isinstance(role, Exchanged)}
         if not exchanged:
             raise ArgumentError(f"{name}: no argument is a tensor with positions and heads")
-        tensors = [_as_heads(arguments[key], role, name) for key, role in exchanged.items()]
-        positions = _sizes(sizes, tensors[0], ranks, name)
-        heads = tuple([x.shape[2] for x in tensors])
-        plan = (_plan.__wrapped__ if is_compiling() else _plan)(heads, positions, ranks.size())
-        if isinstance(plan, str):
-            raise (UnsupportedError if "different" in plan else ShapeError)(f"{name}: {plan}")
-        rank, share = ranks.rank(), plan.out.shares[0]
+        first, role = next((arguments[key], role) for key, role in exchanged.items())
+        length, batch = first.shape[role.positions], first.shape[_batch_dim(role)]
+        positions = _sizes(sizes, length, first, ranks, name)
+        heads = tuple([arguments[key].shape[role.heads] for key, role in exchanged.items()])
+        columns = [0 if role.columns is None else arguments[key].shape[role.columns] for key, role in exchanged.items()]
+        make = _plan.__wrapped__ if is_compiling() else _plan
+        plan = make(heads, tuple(columns) if ranks.size() > max(heads) else (), positions, ranks.size(), name)
+        rank, share = ranks.rank(), plan.heads
         start, count = share.starts[rank], share.sizes[rank]
         names = name, f"{name}.backward"
+        tensors = [_as_heads(arguments[key], role, plan.splits, name) for key, role in exchanged.items()]
         for (key, role), x in zip(exchanged.items(), to_heads(tensors, plan.tensors, ranks, names), strict=True):
-            arguments[key] = _from_heads(x, role, arguments[key])
+            arguments[key] = _from_heads(x, role, arguments[key], 1 if plan.splits else None)
         for key, role in parts.items():
             if isinstance(role, Sliced):
                 if arguments[key].shape[role.heads] != share.heads:
@@ -125,35 +143,76 @@ def by_heads(
                 arguments[key] = arguments[key].narrow(role.heads, start, count)
             elif isinstance(role, Gathered):
                 arguments[key] = all_gather_dim(arguments[key], role.positions, ranks, sizes=positions)
-        rows = _starts(documents, sum(positions), tensors[0].shape[0], name)
-        returned = _by_documents(function, arguments, parts, [(*row, sum(positions)) for row in rows], result)
+        rows = [(*row, sum(positions)) for row in _starts(documents, sum(positions), batch, name)]
+        is_packed = any(len(row) > 2 for row in rows)
+        if boundaries is not None and is_packed:
+            returned = _with_boundaries(function, arguments, parts, rows * (batch if len(rows) == 1 else 1), boundaries)
+        else:
+            returned = _by_documents(function, arguments, parts, rows, result)
         out, *rest = returned if isinstance(returned, tuple) else (returned,)
-        back = to_sequence(_as_heads(out, result, name), plan.out, ranks, names)
-        back = _from_heads(back, result, out)
+        if plan.splits and (result.columns is None or out.shape[result.columns] != plan.out.shares[0].sizes[rank]):
+            raise ShapeError(f"{name}: more ranks than heads need a result with the {plan.out.shares[0].sizes[rank]} "
+                             f"columns of this rank; it has the shape {list(out.shape)}, and is {result}")  # fmt: skip
+        back = to_sequence(_as_heads(out, result, plan.splits, name), plan.out, ranks, names)
+        back = _from_heads(back, result, out, share.heads if plan.splits else None)
         return (back, *rest) if isinstance(returned, tuple) else back
 
     return over_shards
 
 
 class _Plan(NamedTuple):
-    """Layouts of the tensors of a recurrence, and of its result."""
+    """Layouts of the tensors of a recurrence, and of its result.
+
+    Attributes:
+        heads: share of the heads.
+        splits: whether ranks split the columns of a head. A layout then has a head of one element for every column.
+    """
 
     tensors: HeadLayout
     out: HeadLayout
+    heads: HeadShare
+    splits: bool
 
 
 @lru_cache(maxsize=1024)  # plans of exchanges are looked up by the identity of a layout
-def _plan(heads: Ints, positions: Ints, world: int) -> _Plan | str:
-    """Return the layouts for tensors of these numbers of heads, or what is wrong with them."""
+def _plan(heads: Ints, columns: Ints, positions: Ints, world: int, name: str) -> _Plan:
+    """Return the layouts for tensors of these numbers of heads.
+
+    Args:
+        columns: of each tensor, 0 for a tensor without columns; empty unless ranks split them.
+    """
     total, fewer = max(heads), {n for n in heads if n != max(heads)}
     if len(fewer) > 1:
-        return f"{sorted(set(heads))} are more than two different numbers of heads"
+        raise UnsupportedError(f"{name}: {sorted(set(heads))} are more than two different numbers of heads")
+    shared = fewer.pop() if fewer else total
+    widths = {n for n in columns if n}
     try:
-        whole, shared = split_heads(total, fewer.pop() if fewer else total, world)
+        if widths:
+            return _split_columns(heads, columns, positions, world)
+        of_heads, of_shared = split_heads(total, shared, world)
     except ShapeError as error:
-        return str(error).replace("query heads", "heads").replace("key/value heads", "heads of other tensors")
-    shares: list[HeadShare] = [whole if n == total else shared for n in heads]
-    return _Plan(HeadLayout(1, tuple(shares), positions), HeadLayout(1, (whole,), positions))
+        message = str(error).replace("query heads", "heads").replace("key/value heads", "heads of other tensors")
+        raise ShapeError(f"{name}: {message}") from None
+    shares = tuple([of_heads if n == total else of_shared for n in heads])
+    return _Plan(HeadLayout(1, shares, positions), HeadLayout(1, (of_heads,), positions), of_heads, False)
+
+
+def _split_columns(heads: Ints, columns: Ints, positions: Ints, world: int) -> _Plan:
+    """Return the layouts where ranks split the columns of heads, and share all that has no columns."""
+    total, widths = max(heads), {n for n in columns if n}
+    if len(widths) > 1 or any(n != total for n, width in zip(heads, columns, strict=True) if width):
+        raise ShapeError(f"tensors with columns need as many heads and columns; they have {list(columns)}")
+    if total % min(heads):
+        raise ShapeError(f"{total} heads are no multiple of {min(heads)} heads of other tensors")
+    width = widths.pop()
+    if total * width < world:
+        raise ShapeError(f"{total} heads of {width} columns are fewer than the {world} ranks that split them")
+    of_columns, of_heads = split_heads(total * width, total, world)
+    shares = []
+    for n, is_split in zip(heads, columns, strict=True):
+        shared = HeadShare(tuple([head // (total // n) for head in of_heads.starts]), of_heads.sizes, n)
+        shares.append(of_columns if is_split else shared)
+    return _Plan(HeadLayout(1, tuple(shares), positions), HeadLayout(1, (of_columns,), positions), of_heads, True)
 
 
 def _roles_of(
@@ -175,7 +234,7 @@ def _roles_of(
                 raise ArgumentError(f"{name}: the tensor {word!r} has no role; None passes it on as it is")
             role = roles.get(key, roles.get(word))
         if role is not None:
-            if max(role) >= x.dim() or (isinstance(role, Exchanged) and x.dim() < 3):
+            if max(dim or 0 for dim in role) >= x.dim() or (isinstance(role, Exchanged) and x.dim() < 3):
                 raise ArgumentError(f"{name}: {word!r} of shape {tuple(x.shape)} cannot be {role}; see roles")
             parts[key] = role
     return parts
@@ -186,26 +245,41 @@ def _word(key: int | str, parameters: Sequence[str]) -> int | str:
     return parameters[key] if isinstance(key, int) and key < len(parameters) else key
 
 
-def _as_heads(x: Tensor, role: Exchanged, name: str) -> Tensor:
-    """Return a view or copy ``[b, s, heads, d]`` of a tensor with other dims, d being all that is left."""
+def _as_heads(x: Tensor, role: Exchanged, splits: bool, name: str) -> Tensor:
+    """Return a view or copy ``[b, s, heads, d]`` of a tensor with other dims, d being all that is left.
+
+    Args:
+        splits: whether a column counts as a head, in a tensor that has columns.
+    """
     if type(x) is not Tensor and not is_compiling():
         check_kind(x, name)
-    if role != (1, 2):
-        x = x.movedim(role, (1, 2))
+    dims = _batch_dim(role), *role[:2]
+    if splits and role.columns is not None:
+        x = x.movedim((*dims, role.columns), (0, 1, 2, 3)).flatten(2, 3)
+    elif dims != (0, 1, 2):
+        x = x.movedim(dims, (0, 1, 2))
     return x if x.dim() == 4 else x.unsqueeze(3) if x.dim() == 3 else x.flatten(3)
 
 
-def _from_heads(x: Tensor, role: Exchanged, like: Tensor) -> Tensor:
-    """Return a tensor ``[b, s, heads, d]`` in the dims of ``like``, with its own positions and heads."""
-    rest = [size for dim, size in enumerate(like.shape) if dim not in role][1:]
-    if like.dim() != 4:
-        x = x.reshape(*x.shape[:3], *rest)
-    return x if role == (1, 2) else x.movedim((1, 2), role)
+def _from_heads(x: Tensor, role: Exchanged, like: Tensor, heads: int | None) -> Tensor:
+    """Return a tensor ``[b, s, heads, d]`` in the dims of ``like``, with its own positions and heads.
+
+    Args:
+        heads: number of heads whose columns count as heads in x; None where heads do.
+    """
+    dims = _batch_dim(role), *role[:2]
+    if heads is not None and role.columns is not None:
+        dims = (*dims, role.columns)
+        x = x.unflatten(2, (heads, x.shape[2] // heads))
+    rest = [size for dim, size in enumerate(like.shape) if dim not in dims]
+    if x.dim() != like.dim() or len(rest) > 1:
+        x = x.reshape(*x.shape[: len(dims)], *rest)
+    return x if dims == (0, 1, 2) else x.movedim(tuple(range(len(dims))), dims)
 
 
-def _sizes(sizes: Sequence[int] | None, x: Tensor, group: ProcessGroup, name: str, dim: int = 1) -> Ints:
-    """Return the positions of every rank, and check this rank's."""
-    world, rank, length = group.size(), group.rank(), x.shape[dim]
+def _sizes(sizes: Sequence[int] | None, length: int, x: Tensor, group: ProcessGroup, name: str) -> Ints:
+    """Return the positions of every rank, and check this rank's ``length``."""
+    world, rank = group.size(), group.rank()
     positions = normalize_sizes(sizes, name) or (length,) * world
     try:
         check_split_sizes((sum(positions),), 0, world, positions)
@@ -270,9 +344,52 @@ def _by_documents(
     )
 
 
+def _with_boundaries(
+    function: _Function,
+    arguments: Mapping[int | str, Any],
+    parts: Mapping[int | str, Role],
+    rows: Sequence[Ints],
+    kind: Literal["cu_seqlens", "seq_idx"],
+) -> Any:
+    """Call ``function`` once for all documents; of several results return the first one, and None for the others.
+
+    Args:
+        rows: starts of the documents of every row, and the end.
+    """
+    positional = [key for key in arguments if isinstance(key, int)]
+    tensors = dict(arguments)
+    device = next(x for key, x in arguments.items() if isinstance(parts.get(key), Exchanged)).device
+    # The same tensor for all layers: fla keeps what it has computed, with a wait of the host, for the last one.
+    make = _boundaries.__wrapped__ if is_compiling() else _boundaries
+    starts = make(tuple(rows), kind, device)
+    if kind == "cu_seqlens":
+        for key, role in parts.items():
+            if isinstance(role, Exchanged | Gathered):
+                tensors[key] = tensors[key].flatten(0, 1)[None]
+    args = [tensors.pop(key) for key in sorted(positional)]
+    keywords = {str(key): x for key, x in tensors.items()}
+    returned = function(*args, **{**keywords, kind: starts})
+    out, *rest = returned if isinstance(returned, tuple) else (returned,)
+    if kind == "cu_seqlens":
+        out = out[0].unflatten(0, (len(rows), rows[0][-1]))
+    return (out, *[None] * len(rest)) if isinstance(returned, tuple) else out
+
+
+@lru_cache(maxsize=8)
+def _boundaries(rows: tuple[Ints, ...], kind: Literal["cu_seqlens", "seq_idx"], device: torch.device) -> Tensor:
+    """Return the boundaries of documents: of all rows joined, or for each position the number of its document."""
+    with torch.inference_mode(mode=False):  # they are kept for a backward
+        if kind == "cu_seqlens":
+            joined = [row * stops[-1] + start for row, stops in enumerate(rows) for start in stops[:-1]]
+            return torch.tensor([*joined, len(rows) * rows[0][-1]], dtype=torch.int32, device=device)
+        lengths = [torch.tensor([stop - start for start, stop in pairwise(stops)]) for stops in rows]
+        numbers = [torch.arange(len(row)).repeat_interleave(row) for row in lengths]
+        return torch.stack(numbers).to(device, torch.int32)
+
+
 def _batch_dim(role: Exchanged | Gathered) -> int:
     """Return the dim of the rows of a batch: the first one that has neither positions nor heads."""
-    return next(dim for dim in range(3) if dim not in role)
+    return next(dim for dim in range(4) if dim not in role)
 
 
 def _joined(results: list[Any], dim: int) -> Any:
@@ -317,7 +434,7 @@ def conv_halo(function: _Function, group: GroupLike | None = None) -> _Function:
         if x.dim() != 3:
             raise ShapeError(f"{name}: shape {tuple(x.shape)} is not [b, channels, s]")
         width = weight.shape[-1] - 1
-        positions = _sizes(sizes, x, ranks, name, 2)
+        positions = _sizes(sizes, x.shape[2], x, ranks, name)
         first = sum(positions[: ranks.rank()])
         rows = _starts(documents, sum(positions), x.shape[0], name)
         if not width:

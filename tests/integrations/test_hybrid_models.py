@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import inspect
 import io
 import sys
 import warnings
@@ -121,7 +122,7 @@ def check(group: ProcessGroup, name: str, case: str, rows: int, change: Callable
         ours.unregister()
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, 4, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3)))
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_gradients_are_those_of_one_process(group: ProcessGroup, name: str) -> None:
     check(group, name, "plain", 2)
@@ -135,10 +136,74 @@ def test_padding_is_zeroed_where_it_is(group: ProcessGroup, name: str, case: str
     check(group, name, case, 2)
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(1, 3, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4)))
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_documents_are_apart(group: ProcessGroup, name: str) -> None:
     check(group, name, "packed", 2)
+
+
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("case", ["plain", "packed"])
+def test_more_ranks_than_heads(group: ProcessGroup, case: str) -> None:
+    """Ranks of a head split its columns, in a model without attention, which has no columns to split."""
+    check(group, "mamba2", case, 2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("name", "function", "package", "kind"),
+    [
+        ("qwen3_next", "torch_chunk_gated_delta_rule", "chunk_gated_delta_rule", "cu_seqlens"),
+        ("mamba2", "mamba2_chunk_scan", "mamba_chunk_scan_combined", "seq_idx"),
+    ],
+)
+def test_a_package_computes_all_documents_in_one_call(
+    group: ProcessGroup, name: str, function: str, package: str, kind: str
+) -> None:
+    """As fla's and mamba_ssm's functions do, behind transformers' own decorator; a stand-in of the same arguments."""
+    from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback as behind
+
+    model, calls = tiny(name), []
+    module = sys.modules[type(model).__module__]
+    original, reference = inspect.unwrap(getattr(module, function)), inspect.unwrap(getattr(module, function))
+
+    def of_documents(args: Any, kwargs: Any, row: int, start: int, stop: int) -> Tensor:
+        def cut(x: Any) -> Any:
+            return x[row : row + 1, start:stop] if isinstance(x, Tensor) and x.dim() > 2 else x
+
+        out = reference(*map(cut, args), **{key: cut(x) for key, x in kwargs.items()})
+        return out[0] if isinstance(out, tuple) else out
+
+    def packed(*args: Any, **kwargs: Any) -> Any:
+        boundaries = kwargs.pop(kind)
+        calls.append(boundaries)
+        if boundaries is None:
+            return reference(*args, **kwargs)
+        if kind == "cu_seqlens":
+            rows = [boundaries.tolist()]
+        else:
+            rows = [[0, *(of_row.diff().nonzero()[:, 0] + 1).tolist(), LENGTH] for of_row in boundaries]
+        outs = [
+            torch.cat([of_documents(args, kwargs, row, start, stop) for start, stop in pairwise(cuts)], 1)
+            for row, cuts in enumerate(rows)
+        ]
+        return (torch.cat(outs), None) if kind == "cu_seqlens" else torch.cat(outs)
+
+    plain = inspect.signature(original)
+    boundaries = inspect.Parameter(kind, inspect.Parameter.KEYWORD_ONLY, default=None)
+    parameters = [x for x in plain.parameters.values() if x.kind is not inspect.Parameter.VAR_KEYWORD]
+    stand_in: Any = lambda *args, **kwargs: packed(*args, **{kind: None, **kwargs})  # noqa: E731
+    stand_in.__signature__ = plain.replace(parameters=[*parameters, boundaries])
+    with mock.patch.dict(sys.modules, {"a_package": mock.Mock(spec=[package], **{package: stand_in})}):
+        replaced: Any = behind(package, "a_package", "")(original)
+    with mock.patch.object(module, function, replaced):
+        check(group, name, "packed", 2)
+    of_shards = [x for x in calls if x is not None]
+    mixers = len(recurrent_layers.recurrent_layers(model))
+    assert len(of_shards) == mixers > 1
+    assert all(x is of_shards[0] for x in of_shards)
+    if kind == "cu_seqlens":
+        assert of_shards[0].tolist() == [0, 5, 6, 17, 24, 36, 47, 48]
 
 
 @pytest.mark.ranks(2)

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, wraps
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
@@ -39,11 +39,11 @@ def _recurrence(result: Exchanged, roles: Mapping[Role, str]) -> _Recurrence:
 
 
 _CONVOLUTION = "causal_conv1d_fn"
-_HEADS, _CHANNELS = Exchanged(), Exchanged(2, 1)
+_HEADS, _VALUES, _CHANNELS = Exchanged(), Exchanged(columns=3), Exchanged(2, 1)
 _RECURRENCES = {
-    "torch_chunk_gated_delta_rule": _recurrence(_HEADS, {_HEADS: "query key value g beta"}),
-    "chunk_kimi_delta_attention": _recurrence(_HEADS, {_HEADS: "query key value g beta"}),
-    "mamba2_chunk_scan": _recurrence(_HEADS, {_HEADS: "hidden_states dt B C", Sliced(): "A D dt_bias"}),
+    "torch_chunk_gated_delta_rule": _recurrence(_VALUES, {_HEADS: "query key g beta", _VALUES: "value"}),
+    "chunk_kimi_delta_attention": _recurrence(_VALUES, {_HEADS: "query key g beta", _VALUES: "value"}),
+    "mamba2_chunk_scan": _recurrence(_VALUES, {_HEADS: "dt B C", _VALUES: "hidden_states", Sliced(): "A D dt_bias"}),
     "mamba_selective_scan": _recurrence(
         _CHANNELS, {_CHANNELS: "hidden_states dt z", Gathered(2): "B C", Sliced(): "A D delta_bias"}
     ),
@@ -58,6 +58,7 @@ _STEPS = (
     "causal_conv1d_update", "mamba2_selective_state_update", "mamba_selective_state_update",
     "recurrent_kimi_delta_attention", "torch_recurrent_gated_delta_rule",
 )  # fmt: skip
+_CACHES = ("cache", "cache_params", "past_key_values")  # names of one argument in 5.24, and in releases before
 _MASK = "create_recurrent_attention_mask"
 _NAME = "tritoncomm_registered"  # attribute of a layer that computes over shards: the name in ``register``
 
@@ -249,7 +250,17 @@ def _function(name: str, original: Callable[..., Any], group: ProcessGroup) -> C
             hidden_states, weight, *args, **kwargs
         )
     recurrence = _RECURRENCES[name]
-    return by_heads(original, group, recurrence.roles, recurrence.result)
+    return by_heads(original, group, recurrence.roles, recurrence.result, _boundaries_of(original))
+
+
+def _boundaries_of(function: Callable[..., Any]) -> Literal["cu_seqlens", "seq_idx"] | None:
+    """Return the argument by which a package's function behind one of transformers keeps documents apart; or None."""
+    # A public way to the package's function is missing in transformers (read in 5.23 and 5.24). Without its name every
+    # document is a call of its own.
+    variables = inspect.getclosurevars(inspect.unwrap(function, stop=_is_replaced)).nonlocals
+    names = variables.get("applicable_params", ()) if variables.get("is_new_implementation") else ()
+    # Of mamba_ssm's two the other one is for states.
+    return "seq_idx" if "seq_idx" in names else "cu_seqlens" if "cu_seqlens" in names else None
 
 
 def _enter(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -270,7 +281,7 @@ def _enter(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             f"{label}: no batch of shard_batch came here, so that this rank's samples would count as a part of one "
             f"sequence of {group.size()} ranks; call the whole model, model(**shard_batch(batch, group))"
         )
-    if arguments.get("cache_params") is not None or arguments.get("past_key_values") is not None:
+    if any(arguments.get(key) is not None for key in _CACHES):
         raise UnsupportedError(
             f"{label}: a cache of states is not supported over shards; pass use_cache=False, and generate after "
             "switch(model, 'sdpa')"
