@@ -4,10 +4,12 @@ import copy
 import importlib.util
 import inspect
 import io
+import re
 import sys
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
-from tritoncomm.integrations import recurrent_layers
+from tritoncomm.integrations import model_parts, recurrent_layers
 from tritoncomm.integrations import transformers as ours
 
 pytestmark = pytest.mark.skipif(
@@ -455,6 +457,24 @@ def test_what_would_be_wrong_is_refused(group: ProcessGroup) -> None:
         assert model(**batch).logits.shape == (1, LENGTH // 2, 96)
     finally:
         ours.unregister()
+
+
+def test_the_table_has_all_functions_and_kinds_of_layers() -> None:
+    """Of the installed transformers; in a release with another function or kind somebody has to look at it."""
+    import transformers
+    from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+
+    folder = Path(transformers.__file__).parent / "models"
+    pattern = re.compile(r"@use_kernel_func_from_hub_with_fallback\([^)]*\)\ndef (\w+)\(")
+    functions = {name for path in folder.glob("*/modeling_*.py") for name in pattern.findall(path.read_text())}
+    table = {*recurrent_layers._NAMES, *recurrent_layers._FUSED, *recurrent_layers._STEPS}
+    assert functions == table
+    refused = {
+        "window_attention", "indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+        "minimax_m3_sparse", "reference_sliding_attention",
+    }  # fmt: skip
+    recurrent = {"conv", "hybrid", "hybrid_sliding", "linear_attention"}  # right where a function of the table serves
+    assert set(ALLOWED_LAYER_TYPES) <= model_parts._ATTENTION | model_parts._BY_POSITION | recurrent | refused
 
 
 @pytest.mark.ranks(2)

@@ -1,6 +1,7 @@
 """A random Llama of transformers on sequence shards is the model of one process; nothing is left when unregistered."""
 
 import importlib.util
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -233,8 +234,9 @@ def test_refusals(group: ProcessGroup) -> None:
         with pytest.raises(error, match=text):
             call()
     cache = model(**local, position_ids=positions, use_cache=True).past_key_values
+    key = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"  # before 5.24
     with pytest.raises(unsupported, match="a key/value cache"):
-        model(**local, position_ids=positions, past_key_values=cache)
+        model(**local, position_ids=positions, **{key: cache})
     layer = model.model.layers[0].self_attn
     x = torch.zeros(2, 4, 8, 8)
     for extra in ("s_aux", "position_bias", "cache"):

@@ -25,7 +25,7 @@ _ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_atten
 _BY_POSITION = {"mlp", "moe", "sparse", "dense"}  # kinds of MLP, which work on positions one by one
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _OWN_POSITIONS = "create_position_ids_from_input_ids"
-ROUTER_LOSS = "every rank would add the router's auxiliary loss, of its own tokens; set it to False"
+ROUTER_LOSS = "every rank would add the router's auxiliary loss, of its own tokens"
 # Rotary tables of which each row follows from its position alone. Others are chosen by the largest position or the
 # length, of which a rank sees its shard's: "dynamic" and "longrope", and a type that somebody registered.
 _ROTARY_BY_POSITION = {"default", "linear", "yarn", "llama3", "ntk_alpha", "proportional"}
@@ -59,7 +59,7 @@ def wrong_part(model: Any, attention: str, sharded: bool, served: Collection[nn.
     if getattr(model, "_is_stateful", False) and not served:
         return "it has a state that runs along the sequence, and would stop at the end of every shard"
     if getattr(config, "output_router_logits", False) or getattr(model.config, "output_router_logits", False):
-        return f"output_router_logits: {ROUTER_LOSS}"
+        return f"output_router_logits: {ROUTER_LOSS}; set it to False"
     if problem := _wrong_rotary(model) or _wrong_head(model):
         return problem
     if any(getattr(module, "layerdrop", 0) for module in model.modules()):

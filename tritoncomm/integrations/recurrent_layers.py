@@ -223,7 +223,7 @@ def restore(names: Iterable[str]) -> None:
 
 def _over_shards(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that computes ``original``, and inside of a layer over the shards of its group."""
-    parameters = inspect.signature(original).parameters
+    parameters, boundaries = inspect.signature(original).parameters, _boundaries_of(original)
 
     @wraps(original)
     def over_shards(*args: Any, **kwargs: Any) -> Any:
@@ -236,13 +236,15 @@ def _over_shards(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         # Models hand all keywords down, as position_ids; boundaries of documents would be those of a shard.
         kwargs = {key: x for key, x in kwargs.items() if key in parameters or not isinstance(x, Tensor)}
         make = _function.__wrapped__ if is_compiling() else _function
-        return make(name, original, group)(*args, documents=shard.documents, **kwargs)
+        return make(name, original, group, boundaries)(*args, documents=shard.documents, **kwargs)
 
     return over_shards
 
 
 @lru_cache(maxsize=256)
-def _function(name: str, original: Callable[..., Any], group: ProcessGroup) -> Callable[..., Any]:
+def _function(
+    name: str, original: Callable[..., Any], group: ProcessGroup, boundaries: Literal["cu_seqlens", "seq_idx"] | None
+) -> Callable[..., Any]:
     """Return ``original`` over the shards of a group, made once."""
     if name == _CONVOLUTION:
         # Most models name no argument, some all but the first.
@@ -250,7 +252,7 @@ def _function(name: str, original: Callable[..., Any], group: ProcessGroup) -> C
             hidden_states, weight, *args, **kwargs
         )
     recurrence = _RECURRENCES[name]
-    return by_heads(original, group, recurrence.roles, recurrence.result, _boundaries_of(original))
+    return by_heads(original, group, recurrence.roles, recurrence.result, boundaries)
 
 
 def _boundaries_of(function: Callable[..., Any]) -> Literal["cu_seqlens", "seq_idx"] | None:

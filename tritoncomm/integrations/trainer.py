@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from tritoncomm.core import eager
 from tritoncomm.errors import ArgumentError, UnsupportedError
+from tritoncomm.integrations.model_parts import ROUTER_LOSS
 from tritoncomm.integrations.transformers import NAME, group_of, shard_batch, switch
 
 __all__ = ["UlyssesTrainerMixin"]
@@ -90,6 +91,12 @@ class UlyssesTrainerMixin(_Base):
         refused = [name for name, is_set in options.items() if is_set]
         if refused:
             raise UnsupportedError(f"{type(self).__name__}: {', '.join(refused)}: not supported over sequence shards")
+        # TRL turns it on for every mixture of experts, whatever the model's config says.
+        if getattr(self, "aux_loss_enabled", False) and self.sequence_group.size() > 1:
+            raise UnsupportedError(
+                f"{type(self).__name__}: router_aux_loss_coef: {ROUTER_LOSS}; pass "
+                f"router_aux_loss_coef=0.0 to {type(args).__name__}"
+            )
 
     # Data: one lane per sequence group.
 

@@ -450,7 +450,9 @@ class _Implementation:
                     "does not support"
                 )
         if kwargs.get("output_router_logits") and self.group.size() > 1:
-            raise UnsupportedError(f"{self.name}: output_router_logits=True: {model_parts.ROUTER_LOSS}")
+            raise UnsupportedError(
+                f"{self.name}: output_router_logits=True: {model_parts.ROUTER_LOSS}; set it to False"
+            )
         local, positions = query.shape[2], query.shape[2] * self.group.size()
         if key.shape[2] != local:
             raise UnsupportedError(
