@@ -2,9 +2,11 @@
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
+from hybrid_mistakes import MISTAKES, make
 from pool import Pool
 from verify_recipes import FAULTS, OF_TORCH, RECIPES, Fault, run_in_job, run_recipe, written
 
@@ -29,7 +31,7 @@ def test_recipes_are_short_and_on_the_page() -> None:
         assert len(path.read_text().splitlines()) <= 40, path
         assert f"examples/{path.name}" in page
     assert len(FAULTS) >= 20
-    assert {fault.recipe for fault in FAULTS} == set(RECIPES)
+    assert {fault.recipe for fault in FAULTS} == set(RECIPES) - {"hybrid"}  # whose faults are MISTAKES
 
 
 def reported(job: tuple[Pool, int], recipe: str, fault: Fault | None = None) -> Report:
@@ -78,6 +80,26 @@ def test_recipes_of_others(job: tuple[Pool, int], package: str) -> None:
         if not report.equal or report.counts["compared"] != 18:
             wrong.append(f"ZeRO stage {stage}: {report}")
     assert not wrong, "\n\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", [*MISTAKES, ""])
+def test_mistakes_of_other_implementations_of_recurrent_layers(job: tuple[Pool, int], name: str) -> None:
+    """They were public, some with silently wrong numbers; without one, hybrid models are equal, packed and padded."""
+    pytest.importorskip("transformers")
+    pool, world = job
+    if name:
+        mistake = MISTAKES[name]
+        (report, *others) = pool.run(run_recipe, "hybrid", mistake.fault, partial(make, name), world=world, timeout=120)
+        assert all(each == report for each in others)
+        assert report.first == mistake.first, str(report)
+        assert mistake.words in str(report)
+        return
+    wrong = silent(job, ["hybrid"])
+    for family in ("nemotron_h", "lfm2"):
+        report = reported(job, "hybrid", Fault("hybrid", '["qwen3_next"]', f'["{family}"]', ""))
+        wrong += [] if report.equal else [f"{family}: {report}"]
+    padded = reported(job, "hybrid", MISTAKES["padding as content"].fault)
+    assert not wrong + ([] if padded.equal else [f"padded: {padded}"]), "\n\n".join(wrong)
 
 
 @pytest.mark.slow

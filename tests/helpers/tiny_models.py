@@ -68,7 +68,6 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"zero_expert_num": 2},  # with the many of the default no token would reach the other experts
-    "mamba2": {"num_heads": 8, "head_dim": 16},
     "mellum": {"layer_types": ["full_attention", "sliding_attention"] * 2},
     "mimo_v2_flash": {"num_key_value_heads": 2},  # its sliding layers have twice as many
     "minimax_m3_vl_text": {

@@ -210,10 +210,10 @@ def tensor(rank: int, world: int, group: Any, whole: dict[str, Tensor] | None, f
 def part(name: str, x: Tensor, ranks: Ranks) -> Tensor:
     """This rank's part of a parameter."""
     world, rank = ranks.world, ranks.rank
-    if ".qkv." in name:
+    if ".qkv." in name and not ranks.has("fused weight cut across its parts"):
         q, k, v = (each.chunk(world)[rank] for each in x.chunk(3))
         return torch.cat([k, q, v] if ranks.has("fused chunks in another order") else [q, k, v])
-    if ".up." in name or "mlp.norm" in name or "head" in name:
+    if any(part in name for part in (".qkv.", ".up.", "mlp.norm", "head")):
         if name == "blocks.0.mlp.up.weight" and ranks.has("shards swapped"):
             rank = (rank + 1) % world
         return x.chunk(world)[rank]

@@ -41,6 +41,8 @@ FAULTS: dict[tuple[str, str], tuple[str, str]] = {
     ("shards swapped", "gated"): (_DOWN, "chunks in another order"),
     ("fused chunks in another order", "tensor"): ("blocks.0.attention.qkv", ""),
     ("fused chunks in another order", "gated"): ("layers.0.gated.gate_up", ""),
+    ("fused weight cut across its parts", "tensor"): ("blocks.0.attention", "between its modules"),
+    ("fused weight cut across its parts", "gated"): ("layers.0.gated", "between its modules"),
     ("wrong mask", "tensor"): ("blocks.0.attention", "between its modules"),
     ("wrong mask", "sequence"): ("blocks.0.attention", "between its modules"),
     ("wrong mask", "gated"): ("layers.0.mix", ""),

@@ -117,13 +117,15 @@ def gated(rank: int, world: int, group: Any, whole: dict[str, Tensor] | None, fa
 def _part(name: str, x: Tensor, ranks: Ranks) -> Tensor:
     """This rank's part of a parameter."""
     world, rank = ranks.world, ranks.rank
-    if "gate_up" in name:
+    if "gate_up" in name and not ranks.has("fused weight cut across its parts"):
         gate, up = (each.chunk(world)[rank] for each in x.chunk(2))
         return torch.cat([up, gate] if ranks.has("fused chunks in another order") else [gate, up])
     if name.endswith("down.weight"):
         rank = (rank + 1) % world if name.startswith("layers.0") and ranks.has("shards swapped") else rank
         return x.chunk(world, 1)[rank]
-    return x.chunk(world)[rank] if "vocabulary" in name or "output" in name or "gated.norm" in name else x
+    return (
+        x.chunk(world)[rank] if any(part in name for part in ("vocabulary", "output", "gated.norm", "gate_up")) else x
+    )
 
 
 def _rotated(x: Tensor, start: int) -> Tensor:

@@ -1,8 +1,11 @@
 """The recipes of `examples/verify_*.py` on ranks, as they are and with faults planted in their text."""
 
 import os
+import sys
 import tempfile
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,13 +17,14 @@ from outside.cases.families import Outcome, run_family
 from torch.distributed import ProcessGroup
 
 from tritoncomm import verify
+from tritoncomm.integrations import transformers as integration
 from tritoncomm.verify import running
 
 __all__ = ["FAULTS", "OF_TORCH", "RECIPES", "Fault", "run_in_job", "run_recipe", "written"]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OF_TORCH = ("ddp", "fsdp2", "parallelize_module", "pipelining", "tensor_parallel")
-RECIPES = (*OF_TORCH, "transformers", "accelerate", "deepspeed")
+RECIPES = (*OF_TORCH, "transformers", "hybrid", "accelerate", "deepspeed")
 
 
 class Fault(NamedTuple):
@@ -94,8 +98,13 @@ def _launch(group: ProcessGroup) -> dict[str, str]:
     return {name: str(value) for name, value in launch.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
 
-def run_recipe(group: ProcessGroup, recipe: str, fault: Fault | None) -> verify.Report:
-    """The report on a recipe, in which a fault may stand."""
+def run_recipe(
+    group: ProcessGroup,
+    recipe: str,
+    fault: Fault | None,
+    mistaken: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> verify.Report:
+    """The report on a recipe, in which a fault may stand; the ranks run it inside of a mistake of ours."""
     variables = _launch(group)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -105,12 +114,12 @@ def run_recipe(group: ProcessGroup, recipe: str, fault: Fault | None) -> verify.
             path = written(Path(folder), recipe, fault)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return _report(group, str(path))
+                return _report(group, str(path), mistaken)
     finally:
         torch.set_default_dtype(before)
 
 
-def _report(group: ProcessGroup, path: str) -> verify.Report:
+def _report(group: ProcessGroup, path: str, mistaken: Callable[[], AbstractContextManager[Any]]) -> verify.Report:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     build = running.builder(f"{path}:build")
     torch.manual_seed(0)
@@ -121,7 +130,19 @@ def _report(group: ProcessGroup, path: str) -> verify.Report:
         state = {name: x.clone() for name, x in first.model.state_dict().items()}
         whole = verify.record(first)
     torch.manual_seed(0)
-    return verify.compare(whole, verify.record(build(group.rank(), group.size(), group, state)), group)
+    _unregister()
+    try:
+        with mistaken():
+            ranks = verify.record(build(group.rank(), group.size(), group, state))
+        return verify.compare(whole, ranks, group)
+    finally:
+        _unregister()
+
+
+def _unregister() -> None:
+    """Take back what a recipe has registered, which has a name of its own in a process."""
+    if "transformers" in sys.modules:
+        integration.unregister()
 
 
 def run_in_job(group: ProcessGroup, kind: str, micro_batches: int) -> Outcome:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tritoncomm import collective
 from tritoncomm.errors import ArgumentError
+from tritoncomm.integrations import model_parts
 from tritoncomm.integrations import transformers as ours
 from tritoncomm.verify.recording import Case
 
@@ -49,6 +50,7 @@ _SMALL: dict[str, Any] = {
     **dict.fromkeys(["mamba_n_heads", "mamba_num_heads"], 8),
     **dict.fromkeys(["n_groups", "mamba_n_groups"], 1),
     "mamba_expand": 2,
+    "expand": 1,  # heads of head_dim are then the hidden size
     **dict.fromkeys(["max_position_embeddings", "n_positions"], 128),
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -136,7 +138,7 @@ def _build(
     if world > 1:
         ours.switch(model, ours.register(group))
         batch = ours.shard_batch(batch, group)
-    else:
+    elif model_parts.has_attention(model):
         model.set_attn_implementation("sdpa")
 
     def step() -> Tensor:
