@@ -37,6 +37,7 @@ PARTS = {
     "megatron_step": ("a GPT's step with and without the patch", 57),
     "p2p": ("one hop of a pipeline", 26),
     "parallel": ("styles of parallelize_module", 22),
+    "recurrent": ("exchanges of recurrent layers, against the same by hand", 12),
     "redistribution": ("sharded tensors, against DTensor", 55),
     "tensor": ("tensor-parallel layers, against DTensor", 60),
     "ulysses": ("attention's exchanges, against three libraries", 99),

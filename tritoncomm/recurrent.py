@@ -53,6 +53,7 @@ class Sliced(NamedTuple):
     heads: int = 0
 
 
+_EXCHANGED = Exchanged()
 Role = Exchanged | Gathered | Sliced | None
 """Role of an argument; None passes it on as it is."""
 Documents = Sequence[int] | Sequence[Sequence[int]]
@@ -228,13 +229,14 @@ def _roles_of(
         if not isinstance(x, Tensor) or x.dim() == 0:
             continue
         word = _word(key, parameters)
-        role: Role = Exchanged()
+        role: Role = _EXCHANGED
         if roles is not None:
             if key not in roles and word not in roles:
                 raise ArgumentError(f"{name}: the tensor {word!r} has no role; None passes it on as it is")
             role = roles.get(key, roles.get(word))
         if role is not None:
-            if max(dim or 0 for dim in role) >= x.dim() or (isinstance(role, Exchanged) and x.dim() < 3):
+            last = 2 if role is _EXCHANGED else max([dim for dim in role if dim is not None])
+            if last >= x.dim() or (isinstance(role, Exchanged) and x.dim() < 3):
                 raise ArgumentError(f"{name}: {word!r} of shape {tuple(x.shape)} cannot be {role}; see roles")
             parts[key] = role
     return parts
@@ -253,11 +255,10 @@ def _as_heads(x: Tensor, role: Exchanged, splits: bool, name: str) -> Tensor:
     """
     if type(x) is not Tensor and not is_compiling():
         check_kind(x, name)
-    dims = _batch_dim(role), *role[:2]
     if splits and role.columns is not None:
-        x = x.movedim((*dims, role.columns), (0, 1, 2, 3)).flatten(2, 3)
-    elif dims != (0, 1, 2):
-        x = x.movedim(dims, (0, 1, 2))
+        x = x.movedim((_batch_dim(role), role.positions, role.heads, role.columns), (0, 1, 2, 3)).flatten(2, 3)
+    elif role[:2] != (1, 2):
+        x = x.movedim((_batch_dim(role), *role[:2]), (0, 1, 2))
     return x if x.dim() == 4 else x.unsqueeze(3) if x.dim() == 3 else x.flatten(3)
 
 
@@ -267,20 +268,24 @@ def _from_heads(x: Tensor, role: Exchanged, like: Tensor, heads: int | None) -> 
     Args:
         heads: number of heads whose columns count as heads in x; None where heads do.
     """
-    dims = _batch_dim(role), *role[:2]
-    if heads is not None and role.columns is not None:
-        dims = (*dims, role.columns)
+    columns = () if heads is None or role.columns is None else (role.columns,)
+    if role[:2] == (1, 2) and not columns and like.dim() < 5:
+        return x if like.dim() == 4 else x.squeeze(3)
+    dims = _batch_dim(role), role.positions, role.heads, *columns
+    if heads is not None and columns:
         x = x.unflatten(2, (heads, x.shape[2] // heads))
     rest = [size for dim, size in enumerate(like.shape) if dim not in dims]
     if x.dim() != like.dim() or len(rest) > 1:
         x = x.reshape(*x.shape[: len(dims)], *rest)
-    return x if dims == (0, 1, 2) else x.movedim(tuple(range(len(dims))), dims)
+    return x.movedim(tuple(range(len(dims))), dims)
 
 
 def _sizes(sizes: Sequence[int] | None, length: int, x: Tensor, group: ProcessGroup, name: str) -> Ints:
     """Return the positions of every rank, and check this rank's ``length``."""
     world, rank = group.size(), group.rank()
-    positions = normalize_sizes(sizes, name) or (length,) * world
+    positions = normalize_sizes(sizes, name)
+    if positions is None:
+        return (length,) * world
     try:
         check_split_sizes((sum(positions),), 0, world, positions)
         if positions[rank] != length:
@@ -292,8 +297,9 @@ def _sizes(sizes: Sequence[int] | None, length: int, x: Tensor, group: ProcessGr
 
 def _starts(documents: Documents | None, length: int, batch: int, name: str) -> list[Ints]:
     """Return the global starts of documents, of all rows or of each; check that they ascend inside of the sequence."""
-    rows: Any = [(0,)] if documents is None else documents
-    rows = rows if len(rows) and isinstance(rows[0], Sequence) else [rows]
+    if documents is None:
+        return [(0,)]
+    rows: Any = documents if len(documents) and isinstance(documents[0], Sequence) else [documents]
     rows = [checked_ints(row, f"{name}: documents") for row in rows]
     if len(rows) > 1 and len(rows) != batch:
         raise ArgumentError(f"{name}: documents of {len(rows)} rows, and the batch has {batch}")
@@ -389,7 +395,7 @@ def _boundaries(rows: tuple[Ints, ...], kind: Literal["cu_seqlens", "seq_idx"], 
 
 def _batch_dim(role: Exchanged | Gathered) -> int:
     """Return the dim of the rows of a batch: the first one that has neither positions nor heads."""
-    return next(dim for dim in range(4) if dim not in role)
+    return 0 if 0 not in role else next(dim for dim in range(4) if dim not in role)
 
 
 def _joined(results: list[Any], dim: int) -> Any:
@@ -461,24 +467,24 @@ def _apart(function: Callable[[Tensor], Tensor], x: Tensor, halo: Tensor, starts
         first: global position of the shard's first one.
     """
     width = halo.shape[2]
-    # The document that the shard begins in may have begun inside of the halo.
+    # The document that the shard begins in may have begun inside of the halo. Before the first one are zeros already.
     begun = max([start for start in starts if start <= first])
-    before = min(max(begun - (first - width), 0), width)
+    before = min(max(begun - (first - width), 0), width) if begun else 0
     if before:
         halo = torch.cat([torch.zeros_like(halo[..., :before]), halo[..., before:]], 2)
     inside = [start - first for start in starts if first < start < first + x.shape[2]]
-    pieces = x.tensor_split(inside, 2)
-    gap = halo.new_zeros(*halo.shape[:2], width) if inside else halo
-    # K-1 zeros between documents, whose own results are left out.
-    extended = [halo, pieces[0]]
-    for piece in pieces[1:]:
-        extended += [gap, piece]
+    extended = [halo, x]
+    if inside:
+        # K-1 zeros between documents, whose own results are left out.
+        gap, (piece, *pieces) = halo.new_zeros(*halo.shape[:2], width), x.tensor_split(inside, 2)
+        extended = [halo, piece, *[part for piece in pieces for part in (gap, piece)]]
+    lengths = [piece.shape[2] for piece in extended]
     out = function(torch.cat(extended, 2))
-    if out.shape[2] != sum(piece.shape[2] for piece in extended):
+    if out.shape[2] != sum(lengths):
         raise ShapeError(f"conv_halo: the function returned {out.shape[2]} positions; as many as it gets are needed")
-    ends = list(accumulate([width + piece.shape[2] for piece in pieces]))
-    kept = [out.narrow(2, end - piece.shape[2], piece.shape[2]) for end, piece in zip(ends, pieces, strict=True)]
-    return kept[0] if len(kept) == 1 else torch.cat(kept, 2)
+    if not inside:
+        return out.narrow(2, width, lengths[1])
+    return torch.cat(out.split(lengths, 2)[1::2], 2)
 
 
 class _Columns(NamedTuple):

@@ -156,6 +156,15 @@ def _runs(shares: tuple[HeadShare, ...], world: int) -> list[tuple[int, int, lis
     return runs
 
 
+def _flat(block: Block) -> Block:
+    """Return a block whose heads and head_dim are one dim, where they lie so: tensors of any head_dims then join."""
+    *size, heads, head_dim = block.size
+    if block.stride[-2:] != (head_dim, 1):
+        return block
+    stride, wire_stride = (*block.stride[:-2], 1), (*block.wire_stride[:-2], 1)
+    return block._replace(size=(*size, heads * head_dim), stride=stride, wire_stride=wire_stride)
+
+
 def _by_heads(
     shapes: Sequence[Ints], strides: Sequence[Ints], shares: tuple[HeadShare, ...], world: int, itemsize: int
 ) -> tuple[tuple[Block, ...], Ints]:
@@ -174,7 +183,7 @@ def _by_heads(
             size = ranks, first_dim, second_dim, heads, head_dim
             wire_stride = block, second_dim * width, width, head_dim, 1
             offset, wire = share.starts[rank] * stride[2], (start + column) * itemsize
-            copies.append(Block(i, size, (steps[i] * stride[2], *stride), offset, wire, wire_stride))
+            copies.append(_flat(Block(i, size, (steps[i] * stride[2], *stride), offset, wire, wire_stride)))
             column += heads * head_dim
         start += ranks * block
     return tuple(copies), tuple(counts)
@@ -194,7 +203,9 @@ def _by_positions(
         for i, (shape, stride) in enumerate(zip(shapes, strides, strict=True)):
             steps, wire_stride = (size * stride[seq_dim], *stride), (block, lead[1] * width, width, shape[3], 1)
             at = (wire_start + column) * itemsize
-            copies.append(Block(i, (count, *lead, *shape[2:]), steps, position * stride[seq_dim], at, wire_stride))
+            copies.append(
+                _flat(Block(i, (count, *lead, *shape[2:]), steps, position * stride[seq_dim], at, wire_stride))
+            )
             column += shape[2] * shape[3]
         wire_start, position = wire_start + count * block, position + count * size
     return tuple(copies), tuple([batch * size * width for size in seq_sizes])
