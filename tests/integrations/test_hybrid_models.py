@@ -208,6 +208,42 @@ def test_a_package_computes_all_documents_in_one_call(
         assert of_shards[0].tolist() == [0, 5, 6, 17, 24, 36, 47, 48]
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("count", [3, 4])
+def test_positions_of_multimodal_rotary_embeddings(group: ProcessGroup, count: int) -> None:
+    """Of time, height and width, in each its own; of four the first ones are the text's, and say where documents are."""
+    model, ids = tiny("qwen3_5_text"), drawn(2)
+    reference = copy.deepcopy(model)
+    draw = torch.Generator().manual_seed(2)
+    places = torch.randint(0, 9, (3, 2, LENGTH), generator=draw).cumsum(2) // 4
+    batch: dict[str, Any] = {"position_ids": places}
+    if count == 3:
+        wanted = reference(input_ids=ids, use_cache=False, **batch).logits
+    else:
+        text = batch_of(ids, "packed")["position_ids"]
+        batch = {"position_ids": torch.cat([text[None], places])}
+        parts = [
+            [
+                reference(input_ids=ids[row, None, a:b], position_ids=places[:, row, None, a:b], use_cache=False).logits
+                for a, b in spans(starts)
+            ]
+            for row, starts in enumerate(STARTS)
+        ]
+        wanted = torch.cat([torch.cat(part, 1) for part in parts])
+    padded = -LENGTH % group.size()
+    registered = ours.register(group)
+    try:
+        ours.switch(model, registered)
+        shard = ours.shard_batch({"input_ids": ids, **batch}, group)
+        assert shard["position_ids"].shape == (count, 2, (LENGTH + padded) // group.size())
+        found = model(**shard).logits
+        torch.testing.assert_close(found, wanted.chunk(group.size(), 1)[group.rank()], atol=LOGITS, rtol=0)
+        with pytest.raises(ShapeError, match=r"position_ids \[3, 2, 4\] needs the shape of input_ids"):
+            ours.shard_batch({"input_ids": ids, "position_ids": places[..., :4]}, group)
+    finally:
+        ours.unregister()
+
+
 @pytest.mark.ranks(2)
 def test_boundaries_of_collators(group: ProcessGroup) -> None:
     """What collators add for packed documents says the same as position_ids that start again, or is refused."""

@@ -523,7 +523,8 @@ def shard_batch(
 
     Args:
         batch: ``input_ids`` ``[b, S]`` and, where they exist, ``labels`` or ``shift_labels``, ``position_ids``,
-            ``attention_mask`` ``[b, S]`` and ``num_items_in_batch``. Position ids that start again are packed
+            ``attention_mask`` ``[b, S]`` and ``num_items_in_batch``. Position ids may be ``[3, b, S]`` or, with those
+            of the text first, ``[4, b, S]``, as models with multimodal rotary embeddings have them. Position ids that start again are packed
             documents, unless there is an attention mask; or a collator says where they start: ``seq_idx`` ``[b, S]``,
             numbers of documents, or ``cu_seq_lens_q``, their boundaries ``0, ..., S`` in a batch of one row. Without
             position ids they then start again.
@@ -555,14 +556,14 @@ def shard_batch(
     mask = batch.get("attention_mask")
     documents = _documents(batch, name) if mask is None else None
     positions = _positions(batch, ids.shape[1] + more, documents)
-    out: dict[str, Any] = {"input_ids": shard(ids, pad_token_id), "position_ids": positions[:, start:end].clone()}
+    out: dict[str, Any] = {"input_ids": shard(ids, pad_token_id), "position_ids": positions[..., start:end].clone()}
     note(out["position_ids"], GROUP, group.group_name)
     if mask is not None:
         mask = out["attention_mask"] = F.pad(mask, (0, more))
     else:
         note(out["position_ids"], PADDED, more)
         if documents is not None:  # without a mask transformers looks for them in the positions of a shard
-            out["attention_mask"] = ids.new_ones(()).expand(positions.shape)
+            out["attention_mask"] = ids.new_ones(()).expand(positions.shape[-2:])
     columns = None if mask is None else mask[:, start:end]
     of_layers = torch.ones_like(out["input_ids"]) if columns is None else columns.clone()
     for x in (out["position_ids"], of_layers):
@@ -619,6 +620,8 @@ def _check_entries(batch: Mapping[str, Any], name: str) -> None:
         if key not in _SHARDED and key not in others:
             raise ArgumentError(f"{name}: {key!r} is not supported, only {', '.join((*_SHARDED, *others))}")
         if key in (*_SHARDED, "seq_idx") and value is not None and tuple(value.shape) != shape:
+            if key == "position_ids" and value.dim() == 3 and tuple(value.shape[1:]) == shape:
+                continue
             raise ShapeError(f"{name}: {key} {list(value.shape)} needs the shape of input_ids, {list(shape)}")
     boundaries = [key for key in _BOUNDARIES if batch.get(key) is not None]
     if boundaries and batch.get("attention_mask") is not None:
@@ -638,13 +641,13 @@ def _positions(batch: Mapping[str, Any], length: int, documents: list[list[int]]
                 row[start:stop] -= start
         return positions
     more = torch.arange(1, length - ids.shape[1] + 1, device=positions.device, dtype=positions.dtype)
-    return torch.cat([positions, positions[:, -1:] + more], 1)
+    return torch.cat([positions, positions[..., -1:] + more], -1)
 
 
 def _documents(batch: Mapping[str, Any], name: str) -> list[list[int]] | None:
     """Return the global starts of the documents of each row; None without packing. On a GPU the host waits."""
     ways: dict[str, list[list[int]]] = {}
-    if (positions := batch.get("position_ids")) is not None:
+    if (positions := _text_positions(batch.get("position_ids"))) is not None:
         ways["position_ids"] = _starts(positions.diff(dim=1) != 1)
     if (numbers := batch.get("seq_idx")) is not None:
         ways["seq_idx"] = _starts(numbers.diff(dim=1) != 0)
@@ -664,6 +667,13 @@ def _documents(batch: Mapping[str, Any], name: str) -> list[list[int]] | None:
         raise ArgumentError(f"{name}: {' and '.join(ways)} have documents that start at other positions")
     documents = next(iter(ways.values()), None)
     return None if documents is None or all(len(starts) == 1 for starts in documents) else documents
+
+
+def _text_positions(positions: Tensor | None) -> Tensor | None:
+    """Return position ids ``[b, S]`` that count tokens: the first ones of four; None where images' tokens share some."""
+    if positions is None or positions.dim() == 2:
+        return positions
+    return positions[0] if len(positions) == 4 else None
 
 
 def _starts(is_first: Tensor) -> list[list[int]]:
