@@ -211,7 +211,7 @@ def test_a_package_computes_all_documents_in_one_call(
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("count", [3, 4])
 def test_positions_of_multimodal_rotary_embeddings(group: ProcessGroup, count: int) -> None:
-    """Of time, height and width, in each its own; of four the first ones are the text's, and say where documents are."""
+    """Time, height and width each have their own; of four the first ones are the text's, and tell documents apart."""
     model, ids = tiny("qwen3_5_text"), drawn(2)
     reference = copy.deepcopy(model)
     draw = torch.Generator().manual_seed(2)

@@ -3,6 +3,7 @@
 ``make test-models`` runs all. Elsewhere a twentieth runs, drawn by the commit.
 """
 
+import copy
 import importlib.util
 import json
 import random
@@ -19,7 +20,7 @@ from pool import Pool
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from tritoncomm.errors import UnsupportedError
+from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.integrations import model_parts
 from tritoncomm.integrations import transformers as ours
 
@@ -179,23 +180,56 @@ def registered() -> Any:
 
 ROTARY: dict[str, Any] = {
     "dynamic": lambda: llama(rope_parameters=rotary("dynamic"), max_position_embeddings=8),
-    "longrope": phi3, "one kind of layers": gemma3, "scaled by the largest": phimoe, "of somebody's own": registered,
+    "longrope": phi3, "one kind of layers": gemma3, "scaled by the largest": phimoe,
 }  # fmt: skip
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("case", ROTARY)
-def test_tables_chosen_by_the_largest_position_are_refused(group: ProcessGroup, case: str) -> None:
-    name, model = ours.register(group), ROTARY[case]()
+def test_tables_chosen_by_the_largest_position(group: ProcessGroup, case: str) -> None:
+    """It is the batch's, not a shard's or our padding's: 8 positions are 9 on three ranks, and 9 need other tables."""
+    torch.manual_seed(0)
+    name, model = ours.register(group), ROTARY[case]().eval()
+    reference = copy.deepcopy(model)
+    try:
+        if group.size() > 1:
+            model.set_attn_implementation(name)  # without ``switch``
+            with pytest.raises(UnsupportedError, match=r"chosen by the largest position; give the model to switch"):
+                model(**ours.shard_batch({"input_ids": torch.arange(8)[None]}, group), use_cache=False)
+            model.set_attn_implementation("sdpa")
+        for _ in range(2):  # hooks that stay append once
+            ours.switch(model, name)
+        for length in (7, 8, 16, 8):  # "dynamic" keeps the table of a longer sequence
+            ids = torch.randint(3, 40, (2, length), generator=torch.Generator().manual_seed(length))
+            wanted = reference(input_ids=ids, use_cache=False).logits
+            padded = nn.functional.pad(wanted, (0, 0, 0, -length % group.size()))
+            batch = ours.shard_batch({"input_ids": ids}, group)
+            found = model(**batch, use_cache=False).logits
+            own = padded.chunk(group.size(), 1)[group.rank()]
+            seen = batch["position_ids"][0] < length
+            torch.testing.assert_close(found[:, seen], own[:, seen], atol=1e-5, rtol=1e-4)
+        if group.size() > 1:
+            rotary = next(module for module in model.modules() if hasattr(module, "rope_type"))
+            with pytest.raises(ArgumentError, match="the largest position, which is unknown here"):
+                rotary(torch.zeros(1, 4, 32), position_ids=torch.arange(4)[None])
+        ours.switch(model, "sdpa")
+        assert torch.equal(model(input_ids=ids, use_cache=False).logits, wanted)
+    finally:
+        ours.unregister()
+
+
+@pytest.mark.ranks(1, 2)
+def test_tables_of_a_type_of_ones_own_are_refused(group: ProcessGroup) -> None:
+    name, model = ours.register(group), registered()
     try:
         if group.size() == 1:
             ours.switch(model, name)
             return
         for unverified in (False, True):
-            with pytest.raises(UnsupportedError, match="chooses its table by the largest position or the length"):
+            with pytest.raises(UnsupportedError, match="may choose its table by the length"):
                 ours.switch(model, name, unverified=unverified)
         model.set_attn_implementation(name)  # without ``switch``
-        with pytest.raises(UnsupportedError, match="chooses its table"):
+        with pytest.raises(UnsupportedError, match="may choose its table"):
             model(**ours.shard_batch({"input_ids": torch.arange(8)[None]}, group), use_cache=False)
     finally:
         ours.unregister()

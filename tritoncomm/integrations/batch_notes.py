@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.compiler import is_compiling
 
-__all__ = ["DOCUMENTS", "GROUP", "LAYER_MASK", "MADE", "PADDED", "SHARD", "BatchShard", "note", "noted"]
+__all__ = ["DOCUMENTS", "GROUP", "LARGEST", "LAYER_MASK", "MADE", "PADDED", "SHARD", "BatchShard", "note", "noted"]
 
-# Attributes of position_ids: the group's name, positions added to a sequence without a mask, a BatchShard, and a mask
-# of this rank's positions, which has the BatchShard, too.
+# Attributes of position_ids: the group's name, positions added to a sequence without a mask, a BatchShard, a mask of
+# this rank's positions, which has the BatchShard, too, and the largest position of the batch, without those added.
 GROUP, PADDED, SHARD = "tritoncomm_sequence_group", "tritoncomm_padded", "tritoncomm_shard"
-LAYER_MASK = "tritoncomm_layer_mask"
+LAYER_MASK, LARGEST = "tritoncomm_layer_mask", "tritoncomm_largest_position"
 # Attributes of masks: made by ours; the documents that it stands for.
 MADE, DOCUMENTS = "tritoncomm_made", "tritoncomm_documents"
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from tritoncomm.integrations import rotary_tables
+
 __all__ = [
     "ROUTER_LOSS", "called", "has_attention", "outermost", "outputs_of", "unknown_part", "wrong_attention",
     "wrong_part",
@@ -26,16 +28,12 @@ _BY_POSITION = {"mlp", "moe", "sparse", "dense"}  # kinds of MLP, which work on 
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _OWN_POSITIONS = "create_position_ids_from_input_ids"
 ROUTER_LOSS = "every rank would add the router's auxiliary loss, of its own tokens"
-# Rotary tables of which each row follows from its position alone. Others are chosen by the largest position or the
-# length, of which a rank sees its shard's: "dynamic" and "longrope", and a type that somebody registered.
-_ROTARY_BY_POSITION = {"default", "linear", "yarn", "llama3", "ntk_alpha", "proportional"}
 # Names of the outputs that a forward is annotated with: one result for each position, and one for a whole sequence.
 _BY_TOKEN = re.compile(
     r"\w*(CausalLM|MaskedLM|Seq2SeqLM|DecoderLM|LMHeadModel)Output\w*|\w*TokenClassif\w*Output"
     r"|\w*QuestionAnswering(Model|Simple)Output|(Base|Moe|Seq2Seq)ModelOutput\w*|\w+ModelOutputWithPast"
 )
 _BY_SEQUENCE = re.compile(r"\w*(SequenceClassif|MultipleChoice|NextSentence|PreTraining|DoubleHeads)\w*")
-_LARGEST_POSITION = re.compile(r"max\(position_ids|position_ids\.a?max\(")
 
 
 def wrong_part(model: Any, attention: str, sharded: bool, served: Collection[nn.Module] = ()) -> str | None:
@@ -60,7 +58,7 @@ def wrong_part(model: Any, attention: str, sharded: bool, served: Collection[nn.
         return "it has a state that runs along the sequence, and would stop at the end of every shard"
     if getattr(config, "output_router_logits", False) or getattr(model.config, "output_router_logits", False):
         return f"output_router_logits: {ROUTER_LOSS}; set it to False"
-    if problem := _wrong_rotary(model) or _wrong_head(model):
+    if problem := rotary_tables.wrong_table(model) or _wrong_head(model):
         return problem
     if any(getattr(module, "layerdrop", 0) for module in model.modules()):
         return "layerdrop: every rank would draw for itself which layers run; set it to 0"
@@ -138,31 +136,6 @@ def _wrong_source(kinds: list[type]) -> str | None:
         if "_attn_implementation" in source and _masks_by_name(name):
             return "it makes a mask only for implementations that it knows by name, and would run without"
     return None
-
-
-def _wrong_rotary(model: nn.Module) -> str | None:
-    """Return the reason why a rotary table is wrong over shards, also one of a single kind of layer; or None."""
-    for name, module in model.named_modules():
-        held = getattr(module, "rope_type", None)
-        for kind in held.values() if isinstance(held, dict) else [held]:
-            if kind is None or (
-                kind in _ROTARY_BY_POSITION and (kind == "default" or not _reads_largest(type(module)))
-            ):
-                continue
-            return (
-                f"rope_type {kind!r} of {name or 'the model'} chooses its table by the largest position or the "
-                f"length, of which each rank sees its own; right are {', '.join(sorted(_ROTARY_BY_POSITION))}"
-            )
-    return None
-
-
-@lru_cache(maxsize=256)
-def _reads_largest(kind: type[nn.Module]) -> bool:
-    """Whether the forward of a module mentions the largest position, behind the decorator that all rotary ones have."""
-    try:
-        return bool(_LARGEST_POSITION.search(inspect.getsource(inspect.unwrap(kind.forward))))
-    except (OSError, TypeError):
-        return False
 
 
 def _wrong_head(model: Any) -> str | None:

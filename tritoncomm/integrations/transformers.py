@@ -25,10 +25,11 @@ from tritoncomm import ulysses, variables
 from tritoncomm.core.agreement import agree
 from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
 from tritoncomm.groups import resolve_sequence
-from tritoncomm.integrations import model_parts, recurrent_layers
+from tritoncomm.integrations import model_parts, recurrent_layers, rotary_tables
 from tritoncomm.integrations.batch_notes import (
     DOCUMENTS,
     GROUP,
+    LARGEST,
     LAYER_MASK,
     MADE,
     PADDED,
@@ -131,6 +132,7 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
             raise UnsupportedError(f"switch: transformers cannot change the attention of {type(model).__name__}")
     outer = model_parts.outermost(model.modules()) or model
     recurrent_layers.release(outer)
+    rotary_tables.release(outer)
     if ours is None:
         return
     unknown = model_parts.unknown_part(model) if is_sharded else None
@@ -145,6 +147,8 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
         warnings.warn(f"switch: {type(model).__name__}: {unknown}: runs unverified over shards", stacklevel=2)
     ours.judged.update(model.modules())
     recurrent_layers.bind(outer, name, ours.group)
+    if is_sharded:
+        rotary_tables.bind(outer, name)
     _hook(outer, name, has_attention)
 
 
@@ -434,6 +438,8 @@ class _Implementation:
             is_bound = recurrent_layers.is_bound(model, self.name)  # a copy of a model that was given to it, too
             served = recurrent_layers.recurrent_layers(model) if is_bound else ()
             problem = model_parts.wrong_part(model, self.attention, sharded, served)
+            if problem is None and sharded and not rotary_tables.is_bound(model):
+                problem = "its rotary tables are chosen by the largest position; give the model to switch()"
         if problem is not None:
             raise UnsupportedError(f"{self.name}: {type(model or module).__name__}: {problem}")
         self.judged.add(module)
@@ -523,11 +529,11 @@ def shard_batch(
 
     Args:
         batch: ``input_ids`` ``[b, S]`` and, where they exist, ``labels`` or ``shift_labels``, ``position_ids``,
-            ``attention_mask`` ``[b, S]`` and ``num_items_in_batch``. Position ids may be ``[3, b, S]`` or, with those
-            of the text first, ``[4, b, S]``, as models with multimodal rotary embeddings have them. Position ids that start again are packed
-            documents, unless there is an attention mask; or a collator says where they start: ``seq_idx`` ``[b, S]``,
-            numbers of documents, or ``cu_seq_lens_q``, their boundaries ``0, ..., S`` in a batch of one row. Without
-            position ids they then start again.
+            ``attention_mask`` ``[b, S]`` and ``num_items_in_batch``. Position ids that
+            start again are packed documents, unless there is an attention mask; or a collator says where they start:
+            ``seq_idx`` ``[b, S]``, numbers of documents, or ``cu_seq_lens_q``, their boundaries ``0, ..., S`` in a
+            batch of one row. Without position ids they then start again. With multimodal rotary embeddings position
+            ids may be ``[3, b, S]``, or ``[4, b, S]`` with the text's first, which say where documents are.
         group: the ranks; the tensor group by default, unless there is a context axis.
         pad_token_id: the token at padded positions.
 
@@ -558,6 +564,8 @@ def shard_batch(
     positions = _positions(batch, ids.shape[1] + more, documents)
     out: dict[str, Any] = {"input_ids": shard(ids, pad_token_id), "position_ids": positions[..., start:end].clone()}
     note(out["position_ids"], GROUP, group.group_name)
+    if ids.numel():
+        note(out["position_ids"], LARGEST, positions[..., : ids.shape[1]].max())
     if mask is not None:
         mask = out["attention_mask"] = F.pad(mask, (0, more))
     else:
@@ -670,7 +678,7 @@ def _documents(batch: Mapping[str, Any], name: str) -> list[list[int]] | None:
 
 
 def _text_positions(positions: Tensor | None) -> Tensor | None:
-    """Return position ids ``[b, S]`` that count tokens: the first ones of four; None where images' tokens share some."""
+    """Return position ids ``[b, S]`` that count tokens, the first of four; None where tokens of images share some."""
     if positions is None or positions.dim() == 2:
         return positions
     return positions[0] if len(positions) == 4 else None
