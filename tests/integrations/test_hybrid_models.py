@@ -106,12 +106,19 @@ def assert_alike(group: ProcessGroup, model: Any, reference: Any, found: Tensor,
         assert off < GRADIENTS, f"{name}: off by {off:.2g} of the largest gradient"
 
 
-def check(group: ProcessGroup, name: str, case: str, rows: int, change: Callable[[Any], Any] | None = None) -> None:
+def check(
+    group: ProcessGroup,
+    name: str,
+    case: str,
+    rows: int,
+    change: Callable[[Any], Any] | None = None,
+    attention: str = "sdpa",
+) -> None:
     model, ids = tiny(name), drawn(rows)
     reference, batch = copy.deepcopy(model), batch_of(ids, case)
     mask = batch.get("attention_mask")
     wanted, labels = whole(reference, ids, case, mask)
-    registered = ours.register(group)
+    registered = ours.register(group, attention=attention)
     try:
         ours.switch(model, registered)
         if change is not None:
@@ -325,17 +332,9 @@ def test_flash_attention_gets_the_boundaries_of_documents(group: ProcessGroup, n
 
     type(attentions).register("flash_test", flash)
     type(masks).register("flash_test", masks["flash_attention_2"])
-    model, ids = tiny(name), drawn(2)
-    reference = copy.deepcopy(model)
-    wanted, labels = whole(reference, ids, "packed", None)
     try:
-        registered = ours.register(group, attention="flash_test")
-        ours.switch(model, registered)
-        out = model(**ours.shard_batch({"input_ids": ids, "labels": labels, **batch_of(ids, "packed")}, group))
-        out.loss.backward()
-        assert_alike(group, model, reference, out.logits.detach(), wanted, None)
+        check(group, name, "packed", 2, attention="flash_test")
     finally:
-        ours.unregister()
         attentions._global_mapping.pop("flash_test")
         masks._global_mapping.pop("flash_test")
     assert lengths[0] == (12, 12, [0, 5, 6, 17, 24, 36, 47, 48])
@@ -374,6 +373,21 @@ def test_layers_compile(group: ProcessGroup, fullgraph: bool) -> None:
 
     torch.compiler.reset()
     check(group, "qwen3_next", "packed", 2, change)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", [pytest.param("plain", marks=pytest.mark.slow), "packed"])
+def test_whole_models_compile_that_make_no_masks(group: ProcessGroup, case: str) -> None:
+    torch.compiler.reset()
+    check(group, "mamba2", case, 2, lambda model: model.compile(backend="aot_eager"))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_whole_models_with_masks_are_refused_under_compile(group: ProcessGroup) -> None:
+    torch.compiler.reset()
+    with pytest.raises(UnsupportedError, match="a mask made of local positions"):
+        check(group, "qwen3_next", "plain", 2, lambda model: model.compile(backend="aot_eager"))
 
 
 @pytest.mark.ranks(2)
@@ -467,6 +481,21 @@ def test_others_are_untouched(group: ProcessGroup) -> None:
     assert {name for name, value in vars(module).items() if before.get(name) is not value} == set()
     with pytest.raises(ArgumentError, match="is not registered"):
         model.model.layers[0].linear_attn(torch.zeros(1, 4, 64))
+
+
+@pytest.mark.ranks(2)
+def test_layers_get_no_mask_without_padding(group: ProcessGroup) -> None:
+    """As in one process: a mask of ones would be multiplied by in every layer."""
+    masks = []
+
+    def change(model: Any) -> None:
+        layer = model.model.layers[0].linear_attn
+        layer.register_forward_pre_hook(lambda *args: masks.append(args[2]["attention_mask"]), with_kwargs=True)
+
+    check(group, "qwen3_next", "plain", 2, change)
+    check(group, "qwen3_next", "right", 2, change)
+    assert masks[0] is None
+    assert masks[1].shape == (2, LENGTH // 2)
 
 
 @pytest.mark.ranks(2)

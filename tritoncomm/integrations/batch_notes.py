@@ -1,4 +1,4 @@
-"""What ``shard_batch`` writes on the tensors that it makes, for the layers that get them or views of them."""
+"""Notes of ``shard_batch`` on the tensors that it makes, for the layers that get them or views of them."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ MADE, DOCUMENTS = "tritoncomm_made", "tritoncomm_documents"
 
 
 class BatchShard(NamedTuple):
-    """What recurrent layers have to know of a batch beside their tensors.
+    """Shard of a batch, as recurrent layers need it beside their tensors.
 
     Attributes:
         documents: global starts of packed documents, of each row; None for one document.

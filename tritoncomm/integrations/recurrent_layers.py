@@ -64,7 +64,7 @@ _NAME = "tritoncomm_registered"  # attribute of a layer that computes over shard
 
 
 class _Running(threading.local):
-    """What runs in this thread: the forward of a model with its batch, that of a layer and its calls of functions.
+    """State of this thread: a running forward of a model with its batch, and of a layer with its calls of functions.
 
     Attributes:
         model: the outermost one.
@@ -288,6 +288,7 @@ def _enter(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             f"{label}: a cache of states is not supported over shards; pass use_cache=False, and generate after "
             "switch(model, 'sdpa')"
         )
+    # Without padding None, as in one process: by a mask of ones a layer would multiply its input, a pass more.
     index = names.index("attention_mask")
     if index < len(args):
         args = (*args[:index], shard.columns, *args[index + 1 :])

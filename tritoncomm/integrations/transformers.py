@@ -160,10 +160,27 @@ def _hook(outer: Any, name: str, has_attention: bool) -> None:
     check = partial(_check_call, name, is_causal, is_language_model, has_attention)
     outer.register_forward_pre_hook(check, with_kwargs=True)
     kind = importlib.import_module("transformers").PreTrainedModel
+    begin, leave = partial(_begin, name, has_attention), recurrent_layers.leave_model
+    if recurrent_layers.is_bound(outer, name):
+        # A graph would keep the state of this thread that it was traced with; layers are traced by themselves.
+        begin, leave = _Untraced(begin), _Untraced(leave)
     for module in outer.modules():
         if isinstance(module, kind):
-            module.register_forward_pre_hook(partial(_begin, name, has_attention), with_kwargs=True)
-            module.register_forward_hook(recurrent_layers.leave_model, always_call=True)
+            module.register_forward_pre_hook(begin, with_kwargs=True)
+            module.register_forward_hook(leave, always_call=True)
+
+
+class _Untraced:
+    """Hook that torch.compile does not trace, and that a model can be saved with."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook, self._untraced = hook, torch.compiler.disable(hook)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._untraced(*args)
+
+    def __reduce__(self) -> Any:
+        return _Untraced, (self._hook,)
 
 
 def _is_active(name: str, has_attention: bool, model: Any) -> bool:
