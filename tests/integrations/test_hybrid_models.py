@@ -368,15 +368,15 @@ def test_recomputation(group: ProcessGroup, name: str, use_reentrant: bool) -> N
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_layers_compile(group: ProcessGroup, fullgraph: bool) -> None:
     def change(model: Any) -> None:
-        for layer in model.model.layers:
+        for layer in model.model.layers[2:]:  # one of each kind
             layer.compile(backend="aot_eager", fullgraph=fullgraph)
 
     torch.compiler.reset()
-    check(group, "qwen3_next", "packed", 2, change)
+    check(group, "qwen3_next", "packed", 1, change)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", [pytest.param("plain", marks=pytest.mark.slow), "packed"])
+@pytest.mark.parametrize("case", ["plain", pytest.param("packed", marks=pytest.mark.slow)])
 def test_whole_models_compile_that_make_no_masks(group: ProcessGroup, case: str) -> None:
     torch.compiler.reset()
     check(group, "mamba2", case, 2, lambda model: model.compile(backend="aot_eager"))
