@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import inspect
 import io
+import random
 import re
 import sys
 import warnings
@@ -149,6 +150,34 @@ def test_padding_is_zeroed_where_it_is(group: ProcessGroup, name: str, case: str
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_documents_are_apart(group: ProcessGroup, name: str) -> None:
     check(group, name, "packed", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("name", MODELS)
+def test_drawn_documents(group: ProcessGroup, name: str) -> None:
+    draw = random.Random(name)
+    starts = [sorted({0, *draw.sample(range(1, LENGTH), draw.randint(1, 5))}) for _ in range(2)]
+    with mock.patch.dict(globals(), STARTS=starts):
+        check(group, name, "packed", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", MODELS)
+def test_bf16_is_as_near_to_fp32_as_in_one_process(group: ProcessGroup, name: str) -> None:
+    model, ids = tiny(name), drawn(2)
+    exact = model(input_ids=ids, use_cache=False).logits
+    model.bfloat16()
+    rounded = model(input_ids=ids, use_cache=False).logits.float()
+    registered = ours.register(group)
+    try:
+        ours.switch(model, registered)
+        found = model(**ours.shard_batch({"input_ids": ids}, group)).logits.float()
+        exact, rounded = (x.chunk(group.size(), 1)[group.rank()] for x in (exact, rounded))
+        assert (found - exact).abs().max() <= 1.5 * (rounded - exact).abs().max()
+    finally:
+        ours.unregister()
 
 
 @pytest.mark.ranks(8)
