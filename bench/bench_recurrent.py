@@ -8,8 +8,6 @@ versions.
 """
 
 import sys
-import time
-import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from bench.bench_ulysses import sampled
 from bench.guard import row_target
-from bench.harness import Part, Row, Samples
+from bench.harness import Part, Row
 from bench.hosts import no_op_group, run_backward
-from bench.timing import quiet_host
 from tritoncomm.recurrent import by_heads, conv_halo
 
 WORLD, TAPS = 4, 4
@@ -194,28 +192,13 @@ CASES = [
 ]
 
 
-def sampled(calls: dict[str, Callable[[], Any]], rounds: int) -> Samples:
-    """Microseconds of this thread per call, the providers taking turns."""
-    timers = {provider: timeit.Timer(call, timer=time.thread_time) for provider, call in calls.items()}
-    samples: Samples = {provider: [] for provider in calls}
-    with quiet_host():
-        for timer in timers.values():
-            timer.timeit(2 * INNER)
-        order = list(timers)
-        for _ in range(rounds):
-            for provider in order:
-                samples[provider].append(timers[provider].timeit(INNER) / INNER * 1e6)
-            order.reverse()
-    return samples
-
-
 def measure(case: Case, group: ProcessGroup, clock: Any) -> Iterator[Row]:
     """One row: forward and backward of both."""
     calls = calls_of(case, group)
     if hasattr(clock, "calls"):  # pytest-benchmark repeats ours
         clock.calls.append(calls["ours"])
         clock.repeats.append(INNER)
-    yield clock.row(case.label, lambda: sampled(calls, clock.rounds), mode="layer", **row_target(LARGEST))
+    yield clock.row(case.label, lambda: sampled(calls, clock.rounds, INNER), mode="layer", **row_target(LARGEST))
 
 
 PART = Part(
