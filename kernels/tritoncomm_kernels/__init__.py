@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tritoncomm_kernels.cross_entropy import gradient, statistics
     from tritoncomm_kernels.reduction import reduce
     from tritoncomm_kernels.row_copy import gather_rows, scatter_rows
+    from tritoncomm_kernels.row_sums import dot_rows, scale_rows, sum_rows
     from tritoncomm_kernels.segment_copy import SegmentCall, copy_segments, gather_segments, scatter_segments
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "TooLargeError",
     "config_for",
     "copy_segments",
+    "dot_rows",
     "gather_rows",
     "gather_segments",
     "gradient",
@@ -42,9 +44,11 @@ __all__ = [
     "pack",
     "plain_copy",
     "reduce",
+    "scale_rows",
     "scatter_rows",
     "scatter_segments",
     "statistics",
+    "sum_rows",
     "torch_path",
     "unpack",
 ]
@@ -53,15 +57,18 @@ __all__ = [
 _LAZY = {
     "SegmentCall": "segment_copy",
     "copy_segments": "segment_copy",
+    "dot_rows": "row_sums",
     "gather_rows": "row_copy",
     "gather_segments": "segment_copy",
     "gradient": "cross_entropy",
     "pack": "copy",
     "plain_copy": "copy",
     "reduce": "reduction",
+    "scale_rows": "row_sums",
     "scatter_rows": "row_copy",
     "scatter_segments": "segment_copy",
     "statistics": "cross_entropy",
+    "sum_rows": "row_sums",
     "unpack": "copy",
 }
 

@@ -93,7 +93,7 @@ def tile_for(
     """
     if op == "reduce":
         return Config(1, tile_bytes, num_warps)
-    cols, rows = max(_power_of_two(cols_bytes), unit_bytes), _power_of_two(outer)
+    cols, rows = max(power_of_two(cols_bytes), unit_bytes), power_of_two(outer)
     # Each row per thread costs an address, so a thread takes at most 16 units of a tile that is not made of several
     # segments.
     if cols < segment_bytes or rows * segment_bytes < tile_bytes:
@@ -176,6 +176,6 @@ def _tuned(device_name: str | None, sm_count: int, op: str, unit_bytes: int) -> 
     return {}, "built in"
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     """Return the smallest power of two that is at least ``n``."""
     return 1 << max(n - 1, 0).bit_length()

@@ -9,9 +9,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from tritoncomm_kernels.dtypes import wide_type
+
 Ints = tuple[int, ...]
 RowsLayout = tuple[torch.dtype, Ints, Ints, bool]  # dtype, shape, stride, whether a lazy bit is set
 MAX_PARTS = 64
+DOT_LANES = 1024  # partial sums of a dot product, by the element modulo this: the order of addition follows from it
 
 
 class TooLargeError(ValueError):
@@ -146,7 +149,6 @@ def rows_layout_of(x: Tensor) -> RowsLayout:
     return x.dtype, x.shape, x.stride(), x.is_conj() or x.is_neg()
 
 
-@lru_cache(maxsize=4096)
 def indexed_rows(name: str, x: RowsLayout, index: RowsLayout, out: RowsLayout) -> IndexedRows:
     """Check that ``gather_rows`` or ``scatter_rows`` can copy rows of ``x`` to ``out`` by this index."""
     (dtype, shape, stride, lazy), (out_dtype, out_shape, out_stride, out_lazy) = x, out
@@ -170,3 +172,59 @@ def indexed_rows(name: str, x: RowsLayout, index: RowsLayout, out: RowsLayout) -
     stride_far, stride_near = (layout[2][0] if layout[1][0] > 1 else row for layout in (far, near))
     moved = count * (2 * row * dtype.itemsize + kind.itemsize) if row else 0
     return IndexedRows(count, far[1][0], row, stride_far, stride_near, dtype.itemsize, moved)
+
+
+@dataclass(frozen=True)
+class ListedRows:
+    """Rows ``[rows, row]`` of a tensor in lists of ``slots`` places, in elements.
+
+    Attributes:
+        lists: number of lists.
+        count: number of rows of the tensor that the lists name, or that name them.
+        wide: type of the arithmetic, also of the weights.
+    """
+
+    lists: int
+    slots: int
+    count: int
+    row: int
+    wide: torch.dtype
+
+
+def listed_rows(
+    name: str, rows: Tensor, totals: Tensor, index: Tensor, weights: Tensor | None, slots: Tensor
+) -> ListedRows:
+    """Check the tensors of ``sum_rows``, ``scale_rows`` and ``dot_rows``.
+
+    Args:
+        rows: ``[count, row]``, that are in the lists.
+        totals: ``[lists, row]``, a row for every list.
+        index: ``[lists, slots]`` by list, or ``[count]`` by row.
+        weights: ``[lists, slots]``, every list contiguous; None without weights.
+        slots: tensor with an element for every slot, ``[lists, slots]``: the index or the weights.
+    """
+    if slots.dim() != 2:
+        raise ValueError(f"{name}: lists must be [lists, slots], not {tuple(slots.shape)}")
+    lists = tuple(slots.shape)
+    if index.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name}: an index must be int64 or int32, not {index.dtype}")
+    if rows.is_neg() or totals.is_neg():
+        raise ValueError(f"{name}: a lazy negative view must be resolved first")
+    if not index.is_contiguous() or tuple(index.shape) not in (lists, rows.shape[:1]):
+        raise ValueError(f"{name}: the index must be contiguous for {lists[0]} lists of {lists[1]}, not "
+                         f"{tuple(index.shape)} by {index.stride()}")  # fmt: skip
+    wide = wide_type(name, rows.dtype, totals.dtype, True, True)
+    assert wide is not None
+    if weights is not None and (weights.dtype is not wide or tuple(weights.shape) != lists):
+        raise ValueError(f"{name}: weights must be {wide} {list(lists)}, not {weights.dtype} {list(weights.shape)}")
+    if weights is not None and lists[1] > 1 and weights.stride(1) != 1:
+        raise ValueError(f"{name}: the weights of a list must be contiguous, not strided by {weights.stride()}")
+    if not lists[1]:
+        raise ValueError(f"{name}: lists of no slots")
+    for x in (rows, totals):
+        if x.dim() != 2 or x.shape[1] != rows.shape[1] or (x.shape[1] > 1 and x.stride(1) != 1):
+            raise ValueError(f"{name}: rows must be contiguous and equally long, not {tuple(rows.shape)} by "
+                             f"{rows.stride()} and {tuple(totals.shape)} by {totals.stride()}")  # fmt: skip
+    if len(totals) != lists[0]:
+        raise ValueError(f"{name}: {lists[0]} lists do not fit {tuple(totals.shape)}")
+    return ListedRows(len(slots), slots.shape[1], len(rows), rows.shape[1], wide)

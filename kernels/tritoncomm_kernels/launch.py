@@ -260,6 +260,17 @@ def tile_on(
     return tile
 
 
+@lru_cache(maxsize=1024)
+def tile_of_rows(device: int, unit_bytes: int, rows: int, row_bytes: int) -> Config:
+    """Return the tile of rows by indices: unpack's without a device's tuned table.
+
+    Args:
+        rows: their number, as the next power of two: numbers that are new in every call need no entry each.
+    """
+    # Addresses wait for the index, as unpack's wait for the wire.
+    return tile_on(-1, "unpack", unit_bytes, rows, row_bytes, addresses_are_long=True)
+
+
 def wire_order_tile(device: int, unit_bytes: int) -> Config:
     """Return the tile of a pack in the order of the wire: 32 bytes for every thread of 4 warps."""
     nbytes = _INTERPRETED_TILE if INTERPRETED else max(32, unit_bytes) * 4 * lanes_of(device)

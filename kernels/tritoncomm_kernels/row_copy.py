@@ -2,7 +2,6 @@
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
 import math
-from functools import lru_cache
 
 import torch
 import triton
@@ -10,8 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tritoncomm_kernels.address import _divide
-from tritoncomm_kernels.geometry import RowsLayout, indexed_rows, rows_layout_of
-from tritoncomm_kernels.launch import TRITON_TYPE, Launch, check_place, fits, tile_on
+from tritoncomm_kernels.config import power_of_two
+from tritoncomm_kernels.geometry import IndexedRows, indexed_rows, rows_layout_of
+from tritoncomm_kernels.launch import TRITON_TYPE, Launch, check_place, fits, tile_of_rows
 
 __all__ = ["gather_rows", "scatter_rows"]
 
@@ -104,32 +104,26 @@ def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
 
 
 def _run(name: str, indices: tuple[Tensor], x: Tensor, out: Tensor) -> int:
-    """Launch one call by its cached plan, and return the bytes read plus written; see ``gather_rows``."""
+    """Launch one call, and return the bytes read plus written; see ``gather_rows``."""
     (index,) = indices
     check_place(name, x, out)
     check_place(name, x, index)
     layouts = rows_layout_of(x), rows_layout_of(index), rows_layout_of(out)
-    launch, moved = _plan(name, x.get_device(), (x.data_ptr() | out.data_ptr()) & 15, *layouts)
-    if launch is not None:
+    rows = indexed_rows(name, *layouts)
+    if rows.count and rows.row:
         far, near = (x, out) if name == "gather_rows" else (out, x)
+        launch = _launch(name, x.get_device(), (x.data_ptr() | out.data_ptr()) & 15, rows, index.dtype)
         launch(far, near, 1.0, index.data_ptr())
-    return moved
+    return rows.moved
 
 
-@lru_cache(maxsize=4096)
-def _plan(
-    name: str, device: int, alignment: int, x: RowsLayout, index: RowsLayout, out: RowsLayout
-) -> tuple[Launch | None, int]:
-    """Prepare one kind of call: its launch, None where there is nothing to copy, and the bytes it moves."""
-    rows = indexed_rows(name, x, index, out)
-    if not rows.count or not rows.row:
-        return None, rows.moved
-    size, (dtype, *_) = rows.itemsize, index
+def _launch(name: str, device: int, alignment: int, rows: IndexedRows, index: torch.dtype) -> Launch:
+    """Prepare a call. Its number of rows may be new in every step, so that it is not cached."""
+    size = rows.itemsize
     # Both strides and the row have to be whole units, as every row starts with one.
     unit = math.gcd(alignment or 16, 16, rows.row * size, rows.stride_far * size, rows.stride_near * size)
     element = min(unit, 8)
-    # The tile is unpack's without a device's tuned table (-1). Addresses wait for the index in both directions.
-    tile = tile_on(-1, "unpack", unit, rows.count, rows.row * size, addresses_are_long=True)
+    tile = tile_of_rows(device, unit, power_of_two(rows.count), rows.row * size)
     vec, block_cols = unit // element, max(tile.block_cols, unit) // element
     row = rows.row * size // unit
     blocks = -(-row // (block_cols // vec))
@@ -137,8 +131,8 @@ def _plan(
     fits(name, (rows.count, row, grid))
     numbers = (rows.limit, rows.stride_far * size // unit, rows.stride_near * size // unit, rows.count, row, blocks)
     constants = dict(
-        INDEX=TRITON_TYPE[dtype], SCATTER=name == "scatter_rows", VEC=vec, BLOCK_ROWS=tile.block_rows,
+        INDEX=TRITON_TYPE[index], SCATTER=name == "scatter_rows", VEC=vec, BLOCK_ROWS=tile.block_rows,
         BLOCK_COLS=block_cols,
     )  # fmt: skip
     types = (_INTEGERS[element], _INTEGERS[element])
-    return Launch(_rows_kernel, device, grid, types, numbers, constants, tile.num_warps), rows.moved
+    return Launch(_rows_kernel, device, grid, types, numbers, constants, tile.num_warps)

@@ -5,9 +5,16 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tritoncomm_kernels.config import Config
+from tritoncomm_kernels.config import Config, power_of_two
 from tritoncomm_kernels.dtypes import checked_scale, wide_type
-from tritoncomm_kernels.geometry import check_parts, geometry_of, indexed_rows, rows_layout_of
+from tritoncomm_kernels.geometry import (
+    DOT_LANES,
+    check_parts,
+    geometry_of,
+    indexed_rows,
+    listed_rows,
+    rows_layout_of,
+)
 from tritoncomm_kernels.segments import (
     PADDING,
     CheckedSegments,
@@ -21,17 +28,21 @@ from tritoncomm_kernels.segments import (
 
 __all__ = [
     "copy_segments",
+    "dot_rows",
     "gather_rows",
     "gather_segments",
     "gradient",
     "pack",
     "reduce",
+    "scale_rows",
     "scatter_rows",
     "scatter_segments",
     "statistics",
+    "sum_rows",
     "unpack",
 ]
 
+_BUFFERED = 1 << 22  # elements of the wide type that a pass over rows by indices buffers at most
 _SUMMED = 1 << 16  # elements that a thread sums before it goes on: 256 KiB of fp32, which stay in its cache
 
 
@@ -188,6 +199,78 @@ def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
             x, index = x[is_row], index[is_row]
         out.index_copy_(0, index, x)
     return rows.moved
+
+
+def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor) -> int:
+    """``out[i] = sum of weights[i, s] * x[index[i, s]]`` in the order of s; see ``tritoncomm_kernels.sum_rows``."""
+    lists = listed_rows("sum_rows", x, out, index, weights, index)
+    if not lists.count:
+        out.zero_()
+    for block in _blocks(lists.lists, lists.slots * lists.row) if lists.count else ():
+        sources, factors = index[block], None if weights is None else weights[block].reshape(-1, 1)
+        parts = _wide_rows(x, sources.flatten(), lists.wide, factors)
+        first, *others = parts.view(len(sources), lists.slots, lists.row).unbind(1)
+        for part in others:
+            first += part
+        out[block].copy_(_narrowed(first, out.dtype))
+    moved = index.numel() * (lists.row * x.itemsize + index.itemsize) + out.nbytes
+    return moved + (0 if weights is None else weights.nbytes)
+
+
+def scale_rows(x: Tensor, pair: Tensor, weights: Tensor, out: Tensor) -> int:
+    """``out[j] = weights[i, s] * x[i]``, where ``pair[j] = i*slots + s``; see ``tritoncomm_kernels.scale_rows``."""
+    lists = listed_rows("scale_rows", out, x, pair, weights, weights)
+    factors = weights.reshape(-1, 1)
+    if not len(factors):
+        out.zero_()
+    for block in _blocks(lists.count, lists.row) if len(factors) else ():
+        pairs = pair[block]
+        is_pair = (pairs >= 0) & (pairs < len(factors))
+        sources = torch.where(is_pair, pairs // lists.slots, -1)
+        scaled = _wide_rows(x, sources, lists.wide, factors.index_select(0, torch.where(is_pair, pairs, 0)))
+        out[block].copy_(_narrowed(scaled, out.dtype))
+    return lists.count * (lists.row * (x.itemsize + out.itemsize) + pair.itemsize + weights.itemsize)
+
+
+def dot_rows(x: Tensor, y: Tensor, pair: Tensor, out: Tensor) -> int:
+    """``out[i, s] = x[i] . y[j]``, where ``pair[j] = i*slots + s``; see ``tritoncomm_kernels.dot_rows``."""
+    lists = listed_rows("dot_rows", y, x, pair, out, out)
+    if not out.is_contiguous():
+        raise ValueError(f"dot_rows: out must be contiguous, not strided by {out.stride()}")
+    lanes = min(DOT_LANES, power_of_two(lists.row))
+    steps = -(-lists.row // lanes)
+    for block in _blocks(lists.count, lists.row) if out.numel() else ():
+        pairs = pair[block]
+        is_pair = (pairs >= 0) & (pairs < out.numel())
+        products = y.new_zeros(len(pairs), steps * lanes, dtype=lists.wide)
+        # A row that is not named may hold a NaN, and its product is not used.
+        torch.mul(_wide_rows(x, torch.where(is_pair, pairs // lists.slots, -1), lists.wide, None),
+                  y[block].to(lists.wide), out=products[:, : lists.row])  # fmt: skip
+        total = products.new_zeros(len(pairs), lanes)
+        for step in products.view(len(pairs), steps, lanes).unbind(1):
+            total += step
+        while total.shape[1] > 1:
+            total = total[:, 0::2] + total[:, 1::2]
+        out.view(-1)[pairs[is_pair].long()] = total.view(-1)[is_pair]
+    return lists.count * (lists.row * (x.itemsize + y.itemsize) + pair.itemsize + out.itemsize)
+
+
+def _blocks(rows: int, row: int) -> Iterator[slice]:
+    """Yield slices of rows whose buffers, of ``row`` elements each, take 16 MiB of fp32 at most."""
+    step = max(_BUFFERED // max(row, 1), 1)
+    for start in range(0, rows, step):
+        yield slice(start, start + step)
+
+
+def _wide_rows(x: Tensor, index: Tensor, wide: torch.dtype, factors: Tensor | None) -> Tensor:
+    """Return ``x[index] * factors`` in the wide type, zeros where there is no such row."""
+    is_row = (index >= 0) & (index < len(x))
+    has_all = not x.is_cuda and bool(is_row.all())
+    rows = x.index_select(0, index if has_all else torch.where(is_row, index, 0))
+    rows = rows.to(wide)
+    if factors is not None:
+        rows *= factors
+    return rows if has_all else rows.masked_fill_(~is_row.unsqueeze(1), 0)
 
 
 def _as_integers(x: Tensor) -> Tensor:

@@ -14,13 +14,16 @@ from torch import Tensor
 
 __all__ = [
     "copy_segments",
+    "dot_rows",
     "gather_rows",
     "gather_segments",
     "here",
     "pack",
     "reduce",
+    "scale_rows",
     "scatter_rows",
     "scatter_segments",
+    "sum_rows",
     "unpack",
 ]
 
@@ -138,6 +141,55 @@ def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
                 moves.append((_address(out, (row, *rest)), [_address(x, (i, *rest))]))
     _write(moves, (out, out.dtype), (x, x.dtype))
     return (2 * x.numel() * x.itemsize + index.numel() * index.itemsize) if x.numel() else 0
+
+
+@np.errstate(all="ignore")
+def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor) -> int:
+    wide = _wide(x, out)
+    for i, places in enumerate(index.tolist()):
+        total: Any = None
+        for s, at in enumerate(places):
+            part = _numpy(x[at], wide) if 0 <= at < len(x) else np.zeros(x.shape[1], wide)
+            if weights is not None and 0 <= at < len(x):
+                part = part * _numpy(weights[i, s], wide)
+            total = part if total is None else total + part
+        out[i] = torch.from_numpy(total).to(out.dtype)
+    read = index.numel() * (x.shape[1] * x.itemsize + index.itemsize)
+    return read + out.nbytes + (0 if weights is None else weights.nbytes)
+
+
+@np.errstate(all="ignore")
+def scale_rows(x: Tensor, pair: Tensor, weights: Tensor, out: Tensor) -> int:
+    wide, slots = _wide(x, out), weights.shape[1]
+    for j, at in enumerate(pair.tolist()):
+        out[j] = 0
+        if 0 <= at < weights.numel():
+            row = _numpy(x[at // slots], wide) * _numpy(weights[at // slots, at % slots], wide)
+            out[j] = torch.from_numpy(row).to(out.dtype)
+    return len(pair) * (x.shape[1] * (x.itemsize + out.itemsize) + pair.itemsize + weights.itemsize)
+
+
+@np.errstate(all="ignore")
+def dot_rows(x: Tensor, y: Tensor, pair: Tensor, out: Tensor) -> int:
+    wide, slots, row = _wide(x, y), out.shape[1], x.shape[1]
+    for j, at in enumerate(pair.tolist()):
+        if 0 <= at < out.numel():
+            partial = np.zeros(1024, wide)
+            products = _numpy(x[at // slots], wide) * _numpy(y[j], wide)
+            for k in range(row):
+                partial[k % 1024] += products[k]
+            while len(partial) > 1:
+                partial = np.array([a + b for a, b in zip(partial[0::2], partial[1::2], strict=True)], wide)
+            out[at // slots, at % slots] = float(partial[0])
+    return len(pair) * (row * (x.itemsize + y.itemsize) + pair.itemsize + out.itemsize)
+
+
+def _wide(x: Tensor, y: Tensor) -> Any:
+    return np.float64 if torch.float64 in (x.dtype, y.dtype) else np.float32
+
+
+def _numpy(x: Tensor, wide: Any) -> Any:
+    return x.to(torch.float64 if wide is np.float64 else torch.float32).numpy()
 
 
 def _places(rows: Tensor, wire: Tensor, sizes: Sequence[int] | None) -> Iterable[tuple[int, int]]:

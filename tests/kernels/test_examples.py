@@ -16,7 +16,7 @@ import triton.language as tl
 import tritoncomm_kernels
 from devices import Device
 from torch import Tensor
-from tritoncomm_kernels import Segments, cross_entropy, row_copy, segment_copy, segment_kernel
+from tritoncomm_kernels import Segments, cross_entropy, row_copy, row_sums, segment_copy, segment_kernel
 from tritoncomm_kernels.address import (
     _copy_kernel,
     _copy_shard,
@@ -29,6 +29,7 @@ from tritoncomm_kernels.address import (
     _wire_order_kernel,
 )
 from tritoncomm_kernels.address import _sum as _count
+from tritoncomm_kernels.config import Config
 from tritoncomm_kernels.cross_entropy import (
     _HAS_EX2,
     _exp,
@@ -43,6 +44,7 @@ from tritoncomm_kernels.launch import TRITON_TYPE, Launch
 from tritoncomm_kernels.numerics import converted, multiply, narrow, widen
 from tritoncomm_kernels.reduction import _reduce_kernel, _total
 from tritoncomm_kernels.row_copy import _rows_kernel
+from tritoncomm_kernels.row_sums import _add, _folded
 from tritoncomm_kernels.segment_kernel import _walk
 from tritoncomm_kernels.segments import layouts_of
 
@@ -133,7 +135,7 @@ def example(name: str) -> Callable[[Callable[[Shown], None]], Callable[[Shown], 
 
 
 def test_every_jit_function_has_an_example() -> None:
-    assert len(DOCS) == 26
+    assert len(DOCS) == 31
     assert set(EXAMPLES) == set(DOCS)
     assert [name for name, text in DOCS.items() if "Example:" not in text] == []
 
@@ -471,13 +473,83 @@ def _(shown: Shown) -> None:
         }  # fmt: skip
         numbers = (2, 2, 2, 3, 2, 1)  # limit, both strides, count, row, blocks
         launch = Launch(_rows_kernel, x.get_device(), programs, (torch.int8, torch.int8), numbers, constants, 4)
-        with mock.patch.object(row_copy, "_plan", return_value=(launch, 0)):
-            row_copy._run(name, (shown.tensor(index, torch.int64),), x, out)
+        with mock.patch.object(row_copy, "_launch", return_value=launch):
+            rows = (len(index), 2) if name == "gather_rows" else (2, 2)
+            row_copy._run(name, (shown.tensor(index, torch.int64),), x, out.view(rows))
         return out
 
     rows = shown.tensor([[5, 6], [7, 8], [9, 10]])
     shown.programs(2, lambda programs: run("gather_rows", far, [1, -1, 1], shown.out(6), programs))
     shown.programs(2, lambda programs: run("scatter_rows", rows, [1, -1, 0], shown.out(4), programs))
+
+
+@example("row_sums._sum_rows_kernel")
+def _(shown: Shown) -> None:
+    x = shown.tensor([[1.0, 2.0], [3.0, 4.0]], torch.float32)
+    index = shown.tensor([[1, 0], [-1, 1]], torch.int64)
+    weights = shown.tensor([[1.0, 10.0], [9.0, 0.5]], torch.float32)
+    _listed(shown, 4, lambda out: row_sums.sum_rows(x, index, weights, out.view(2, 2)))
+
+
+@example("row_sums._scale_rows_kernel")
+def _(shown: Shown) -> None:
+    x = shown.tensor([[1.0, 2.0], [3.0, 4.0]], torch.float32)
+    weights = shown.tensor([[1.0, 10.0], [9.0, 0.5]], torch.float32)
+    pair = shown.tensor([3, -1, 1], torch.int64)
+    _listed(shown, 6, lambda out: row_sums.scale_rows(x, pair, weights, out.view(3, 2)), 2)
+
+
+@example("row_sums._dot_rows_kernel")
+def _(shown: Shown) -> None:
+    x = shown.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], torch.float32)
+    y = shown.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]], torch.float32)
+    pair = shown.tensor([3, 0], torch.int64)
+    with mock.patch.object(row_sums, "DOT_LANES", 2):
+        _listed(shown, 4, lambda out: row_sums.dot_rows(x, y, pair, out.view(2, 2)))
+
+
+def _listed(shown: Shown, size: int, call: Callable[[Tensor], int], rows: int = 1) -> None:
+    """Show the two programs of a launch over tiles of so many rows, of two columns."""
+
+    def run(programs: int) -> Tensor:
+        out = shown.out(size, torch.float32)
+
+        def first_programs(kernel: Any, device: int, grid: int, *arguments: Any) -> Launch:
+            return Launch(kernel, device, min(grid, programs), *arguments)
+
+        def tile(*arguments: Any) -> Config:
+            return Config(rows, 8, 4)
+
+        with mock.patch.multiple(row_sums, Launch=first_programs, tile_of_rows=tile, _tile_of_sums=tile):
+            call(out)
+        return out
+
+    shown.programs(2, run)
+
+
+@triton.jit
+def add_kernel(x_ptr, out_ptr):
+    x = tl.load(x_ptr + tl.arange(0, 4).reshape([2, 2]))
+    tl.store(out_ptr + tl.arange(0, 2), tl.reduce(x, 1, _add))
+
+
+@example("row_sums._add")
+def _(shown: Shown) -> None:
+    out = shown.out(2, torch.float32)
+    _launch(add_kernel, 1, shown.tensor([[1.0, 2.0], [3.0, 4.0]], torch.float32), out)
+    shown.values(out)
+
+
+@triton.jit
+def folded_kernel(x_ptr, out_ptr, LANES: tl.constexpr):
+    tl.store(out_ptr + tl.arange(0, 1), _folded(tl.load(x_ptr + tl.arange(0, LANES)), LANES))
+
+
+@example("row_sums._folded")
+def _(shown: Shown) -> None:
+    out = shown.out(1, torch.float32)
+    _launch(folded_kernel, 1, shown.tensor([1.0, 2.0, 3.0, 4.0], torch.float32), out, LANES=4)
+    shown.values([3.0, 7.0], out)
 
 
 # --- cross_entropy

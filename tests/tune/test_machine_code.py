@@ -361,3 +361,34 @@ def test_rows_by_index(index: str, target: str) -> None:
         assert code.loads.count(unit) >= len(code.stores), (name, unit)
         if unit == 16:
             assert code.instructions * 16 / sum(code.stores) <= 75, (name, code.instructions)
+
+
+@on_targets
+def test_sums_of_rows(target: str) -> None:
+    """Eight rows of bf16 in full units of 16 bytes, with the loads of all of them in flight where weights are 1."""
+    kernels, width = compiled_kernels()["row_sums"], TARGETS[target].warp_size
+    rows, cols = tile("unpack", 16, 2, target)
+    constants = {"INDEX": tl.int64, "SLOTS": 8, "WIDE": tl.float32, "VEC": 8}
+    tiled = {"BLOCK_ROWS": rows, "BLOCK_COLS": cols}
+    summed = {"BLOCK_ROWS": 1, "BLOCK_COLS": 32 * width}
+    pointers = dict.fromkeys(("rows_ptr", "out_ptr", "lists_ptr"), "*bf16") | {"scale": "fp32"}
+    integers = dict.fromkeys(("index_at", "weights_at", "pair_at", "out_at"), "i64")
+    builds = [
+        *(
+            Build(kernels._sum_rows_kernel, pointers | integers, constants | {"HAS_WEIGHTS": has} | summed)
+            for has in (False, True)
+        ),
+        Build(kernels._scale_rows_kernel, pointers | integers, constants | tiled),
+        Build(kernels._dot_rows_kernel, pointers | integers, constants | {"LANES": 1024}, 128 // width),
+    ]
+    plain, weighted, scaled, dot = build_all(builds, target)
+    for code in (plain, weighted, scaled):
+        assert (code.coalesced, code.spills, set(code.stores)) == (True, 0, {16})
+        assert code.registers <= 72
+    for code in (plain, weighted):
+        assert code.loads.count(16) == 8 * len(code.stores)
+        assert code.instructions / code.loads.count(16) <= 120, code.instructions
+    assert scaled.loads.count(16) == len(scaled.stores)
+    assert (dot.coalesced, dot.spills) == (True, 0)
+    assert dot.loads.count(16) == 2
+    assert dot.instructions <= 210  # the tree of ten sums has no pass through shared memory but for the warps

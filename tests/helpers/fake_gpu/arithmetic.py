@@ -119,7 +119,9 @@ def _mul(runner: Reader, kinds: Sequence[str], operands: Sequence[str]) -> Array
         wide = (SIGNED if kind[0] == "s" else UNSIGNED)[2 * BITS[kind]]
         return a.astype(wide) * b.astype(wide)
     if kinds[0] == "hi":
-        raise PtxError("unknown instruction mul.hi")
+        # Of 64 bits no wider type of numpy holds the product.
+        upper = [int(x) * int(y) >> BITS[kind] for x, y in zip(*np.broadcast_arrays(a, b), strict=True)]
+        return np.array(upper, a.dtype)
     return a * b
 
 

@@ -145,7 +145,7 @@ class _Run:
     def read(self, operand: str, kind: str) -> Array:
         """The bits of an operand as unsigned integers as wide as ``kind``; booleans for predicates."""
         if kind == "pred":
-            return self.registers[operand]
+            return self.registers[operand] if operand[0] == "%" else np.full(self.count, operand != "0")
         bits = BITS[kind]
         if operand.startswith("{"):
             low, high = operand.strip("{} ").replace(",", " ").split()
@@ -268,10 +268,12 @@ class _Run:
             raise PtxError(f"an access outside, in bytes: {places}")
 
     def _shuffled(self, kinds: Sequence[str], operands: Sequence[str]) -> Array:
+        value, lane = self.read(operands[1], "b32"), np.arange(self.count)
+        if kinds[1] == "idx" and operands[3] == "31":
+            return value[lane // 32 * 32 + (self.read(operands[2], "b32") & 31)]
         if kinds[1] != "bfly":
             raise PtxError(f"unknown instruction shfl.{'.'.join(kinds)}")
-        lane = np.arange(self.count)
-        return self.read(operands[1], "b32")[lane ^ int(operands[2])]
+        return value[lane ^ int(operands[2])]
 
     def _reduced(self, kinds: Sequence[str], operands: Sequence[str]) -> Array:
         """The sum of integers, or the largest or smallest number, of each warp; NaN is left out."""

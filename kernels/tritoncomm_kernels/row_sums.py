@@ -1,0 +1,332 @@
+"""sum_rows, scale_rows and dot_rows: lists of rows by indices in device memory, as the experts of a token.
+
+Each is a gradient of the other two. With lists of ``slots`` places, weights ``w[list, slot]`` and rows y, of which each
+is in one place at most:
+
+- ``sum_rows``: ``x[list] = w[list, 0] * y[index[list, 0]] + w[list, 1] * y[index[list, 1]] + ...``, in this order
+- ``scale_rows``: ``y[j] = w[list, slot] * x[list]``, where ``pair[j] = list*slots + slot``
+- ``dot_rows``: ``w[list, slot] = x[list] . y[j]``, likewise
+
+No kernel adds atomically, and every order of addition is fixed: equal calls give equal bits.
+"""
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+# pyright: reportArgumentType=false
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tritoncomm_kernels.address import _divide
+from tritoncomm_kernels.config import Config, lanes_of, power_of_two
+from tritoncomm_kernels.geometry import DOT_LANES, ListedRows, listed_rows
+from tritoncomm_kernels.launch import INTERPRETED, TRITON_TYPE, Launch, check_place, fits, tile_of_rows
+from tritoncomm_kernels.numerics import narrow, widen
+
+__all__ = ["dot_rows", "scale_rows", "sum_rows"]
+
+_DOT_THREADS = 128  # 16 bytes of bf16 each
+
+
+@triton.jit(
+    do_not_specialize=[
+        "scale", "index_at", "weights_at", "limit", "stride_rows", "stride_out", "stride_weights", "count", "row",
+        "blocks",
+    ]
+)  # fmt: skip
+def _sum_rows_kernel(
+    rows_ptr, out_ptr, scale, index_at: tl.int64, weights_at: tl.int64,
+    limit: tl.int64, stride_rows: tl.int64, stride_out: tl.int64, stride_weights: tl.int64, count: tl.int32,
+    row: tl.int32, blocks: tl.int32,
+    INDEX: tl.constexpr, SLOTS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Add up the rows of ``count`` lists, each of ``row`` units of VEC elements; an index of no row adds nothing.
+
+    Example:
+        Rows ``[[1.0, 2.0], [3.0, 4.0]]`` (``limit`` 2) by index ``[[1, 0], [-1, 1]]`` with weights
+        ``[[1.0, 10.0], [9.0, 0.5]]``, BLOCK_ROWS 1, BLOCK_COLS 2.
+        Program 0 writes ``[13.0, 24.0, _, _]``.
+        Program 1 writes ``[_, _, 1.5, 2.0]``.
+    """
+    pid = tl.program_id(0)
+    po = _divide(pid, blocks)
+    pk = pid - po * blocks
+    i = po * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    lane = tl.arange(0, BLOCK_COLS)[None, :]
+    c, element = pk * (BLOCK_COLS // VEC) + lane // VEC, lane % VEC
+    in_lists, mask = i < count, (i < count) & (c < row)
+    index_ptr = index_at.to(tl.pointer_type(INDEX)) + i.to(tl.int64) * SLOTS
+    weights_ptr = weights_at.to(tl.pointer_type(WIDE)) + i.to(tl.int64) * stride_weights
+    for slot in tl.static_range(SLOTS):
+        source = tl.load(index_ptr + slot, mask=in_lists, other=-1).to(tl.int64)
+        is_row = (source >= 0) & (source < limit)
+        offset = (tl.where(is_row, source, 0) * stride_rows + c) * VEC + element
+        part = widen(tl.load(rows_ptr + offset, mask=mask & is_row, other=0), WIDE)
+        if HAS_WEIGHTS:
+            part *= tl.load(weights_ptr + slot, mask=in_lists & is_row, other=0)
+        if slot == 0:
+            acc = part
+        else:
+            acc += part
+    out_ptr += (i.to(tl.int64) * stride_out + c) * VEC + element
+    tl.store(out_ptr, narrow(acc, out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "scale", "pair_at", "weights_at", "limit", "stride_lists", "stride_out", "stride_weights", "count", "row",
+        "blocks",
+    ]
+)  # fmt: skip
+def _scale_rows_kernel(
+    lists_ptr, out_ptr, scale, pair_at: tl.int64, weights_at: tl.int64,
+    limit: tl.int64, stride_lists: tl.int64, stride_out: tl.int64, stride_weights: tl.int64, count: tl.int32,
+    row: tl.int32, blocks: tl.int32,
+    INDEX: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Write ``count`` rows, each of ``row`` units of VEC elements: the row of a pair's list times the pair's weight.
+
+    Example:
+        Lists' rows ``[[1.0, 2.0], [3.0, 4.0]]`` with weights ``[[1.0, 10.0], [9.0, 0.5]]`` (``limit`` 4) by pairs
+        ``[3, -1, 1]``, BLOCK_ROWS 2, BLOCK_COLS 2.
+        Program 0 writes ``[1.5, 2.0, 0.0, 0.0, _, _]``.
+        Program 1 writes ``[_, _, _, _, 10.0, 20.0]``.
+    """
+    pid = tl.program_id(0)
+    po = _divide(pid, blocks)
+    pk = pid - po * blocks
+    i = po * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    lane = tl.arange(0, BLOCK_COLS)[None, :]
+    c, element = pk * (BLOCK_COLS // VEC) + lane // VEC, lane % VEC
+    pair = tl.load(pair_at.to(tl.pointer_type(INDEX)) + i, mask=i < count, other=-1).to(tl.int64)
+    is_pair, mask = (pair >= 0) & (pair < limit), (i < count) & (c < row)
+    pair = tl.where(is_pair, pair, 0)
+    source = pair // SLOTS
+    weights_ptr = weights_at.to(tl.pointer_type(WIDE)) + source * stride_weights + (pair - source * SLOTS)
+    x = widen(tl.load(lists_ptr + (source * stride_lists + c) * VEC + element, mask=mask & is_pair, other=0), WIDE)
+    x *= tl.load(weights_ptr, mask=is_pair, other=0)
+    out_ptr += (i.to(tl.int64) * stride_out + c) * VEC + element
+    tl.store(out_ptr, narrow(x, out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add(a, b):
+    """Add two values of ``tl.reduce``.
+
+    Example:
+        ``tl.reduce([[1.0, 2.0], [3.0, 4.0]], 1, _add)`` is ``[3.0, 7.0]``.
+    """
+    return a + b
+
+
+@triton.jit
+def _folded(x, LANES: tl.constexpr):
+    """Add up LANES values, a power of two: each even one and its neighbour, and so on with the sums.
+
+    Example:
+        ``[1.0, 2.0, 3.0, 4.0]`` with LANES 4 is ``[3.0, 7.0]``, then ``[10.0]``.
+    """
+    # tl.reduce leaves the order to the compiler, so that it gets two values at a time.
+    if LANES > 1:
+        x = _folded(tl.reduce(tl.reshape(x, [LANES // 2, 2]), 1, _add), LANES // 2)
+    return x
+
+
+@triton.jit(do_not_specialize=["scale", "pair_at", "out_at", "limit", "stride_lists", "stride_rows", "row"])
+def _dot_rows_kernel(
+    lists_ptr, rows_ptr, scale, pair_at: tl.int64, out_at: tl.int64,
+    limit: tl.int64, stride_lists: tl.int64, stride_rows: tl.int64, row: tl.int32,
+    INDEX: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Write the dot product of one row, of ``row`` units of VEC elements, with the row of its pair's list.
+
+    Example:
+        Lists' rows ``[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]`` and rows ``[[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]]`` by pairs
+        ``[3, 0]`` of 2 slots (``limit`` 4), LANES 2.
+        Program 0 writes ``[_, _, _, 10.0]``.
+        Program 1 writes ``[6.0, _, _, _]``.
+    """
+    j = tl.program_id(0).to(tl.int64)
+    pair = tl.load(pair_at.to(tl.pointer_type(INDEX)) + j).to(tl.int64)
+    if (pair >= 0) & (pair < limit):
+        lane = tl.arange(0, LANES)
+        x_ptr = lists_ptr + (pair // SLOTS * stride_lists) * VEC + lane
+        y_ptr = rows_ptr + (j * stride_rows) * VEC + lane
+        acc = tl.full([LANES], 0, WIDE)
+        for block in range((row * VEC + LANES - 1) // LANES):
+            # By units: a mask by element would make every access as narrow as an element.
+            mask = block * (LANES // VEC) + lane // VEC < row
+            x = widen(tl.load(x_ptr + block * LANES, mask=mask, other=0), WIDE)
+            acc += x * widen(tl.load(y_ptr + block * LANES, mask=mask, other=0), WIDE)
+        tl.store(out_at.to(tl.pointer_type(WIDE)) + pair + tl.arange(0, 1), _folded(acc, LANES))
+
+
+def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor) -> int:
+    """Add up rows by lists of indices: ``out[i] = w[i, 0] * x[index[i, 0]] + w[i, 1] * x[index[i, 1]] + ...``.
+
+    The sum is fp32 (fp64 if either side is fp64) in the order of the list, rounded once at the store. An index that is
+    no row of ``x``, negative ones included, adds nothing and reads nothing. The indices are read on the device.
+
+    Args:
+        x: ``[rows, row]``, every row contiguous, any stride between rows.
+        index: ``[lists, slots]``, contiguous, int64 or int32.
+        weights: ``[lists, slots]`` in the type of the sum, every list contiguous; None for 1.
+        out: ``[lists, row]``, every row contiguous, not in the memory of ``x``.
+
+    Returns:
+        Bytes read plus bytes written, as if every index were a row.
+
+    Raises:
+        ValueError: the shapes do not fit, rows are not contiguous, two devices, a lazy negative view.
+        TypeError: a dtype without arithmetic here, or an index that is neither int64 nor int32.
+        TooLargeError: 2**31 rows or units of a row, or nearly that.
+
+    Example:
+        Rows ``[[1, 2], [3, 4]]`` by index ``[[1, 0], [-1, 1]]`` and weights ``[[1, 10], [9, 0.5]]`` are ``[[13, 24],
+        [1.5, 2]]``.
+
+    Traffic: reads index, weights and every indexed row once, writes ``out`` once.
+    """
+    lists = listed_rows("sum_rows", x, out, index, weights, index)
+    limit, count = lists.count, lists.lists
+    if count and lists.row:
+        addressed = (index,) if weights is None else (index, weights)
+        constants = {"INDEX": TRITON_TYPE[index.dtype], "SLOTS": lists.slots, "HAS_WEIGHTS": weights is not None}
+        _run("sum_rows", addressed, _sum_rows_kernel, lists, (x, out), (limit, count), weights, constants)
+    moved = index.numel() * (lists.row * x.itemsize + index.itemsize) + out.nbytes
+    return moved + (0 if weights is None else weights.nbytes)
+
+
+def scale_rows(x: Tensor, pair: Tensor, weights: Tensor, out: Tensor) -> int:
+    """Gather rows of lists times weights: ``out[j] = weights[i, s] * x[i]``, where ``pair[j] = i*slots + s``.
+
+    The product is rounded once, from fp32 (fp64 if either side is fp64). A pair that is no place of ``weights``,
+    negative ones included, gives a row of zeros. The pairs are read on the device.
+
+    Args:
+        x: ``[lists, row]``, every row contiguous, any stride between rows.
+        pair: ``[rows]``, contiguous, int64 or int32.
+        weights: ``[lists, slots]`` in the type of the product, every list contiguous.
+        out: ``[rows, row]``, every row contiguous, not in the memory of ``x``.
+
+    Returns:
+        Bytes read plus bytes written, as if every pair were a place.
+
+    Raises:
+        ValueError, TypeError, TooLargeError: as ``sum_rows``.
+
+    Example:
+        Rows ``[[1, 2], [3, 4]]`` by pairs ``[3, -1, 1]`` and weights ``[[1, 10], [9, 0.5]]`` are ``[[1.5, 2], [0, 0],
+        [10, 20]]``.
+
+    Traffic: reads pairs, weights and rows once for every pair, writes ``out`` once.
+    """
+    lists = listed_rows("scale_rows", out, x, pair, weights, weights)
+    limit, count = lists.lists * lists.slots, lists.count
+    if not limit:
+        out.zero_()
+    elif count and lists.row:
+        constants = {"INDEX": TRITON_TYPE[pair.dtype], "SLOTS": lists.slots}
+        _run("scale_rows", (pair, weights), _scale_rows_kernel, lists, (x, out), (limit, count), weights, constants)
+    return count * (lists.row * (x.itemsize + out.itemsize) + pair.itemsize + weights.itemsize)
+
+
+def dot_rows(x: Tensor, y: Tensor, pair: Tensor, out: Tensor) -> int:
+    """Multiply rows with the rows of their lists: ``out[i, s] = x[i] . y[j]``, where ``pair[j] = i*slots + s``.
+
+    Partial sums by the element modulo 1,024 add up their products in ascending order; then neighbours are added, and
+    neighbours of those sums, and so on. A pair that is no place of ``out`` is skipped, and places of no pair stay.
+
+    Args:
+        x: ``[lists, row]``, every row contiguous, any stride between rows.
+        y: ``[rows, row]``, likewise.
+        pair: ``[rows]``, contiguous, int64 or int32.
+        out: ``[lists, slots]``, contiguous, fp32 (fp64 if either side is fp64).
+
+    Returns:
+        Bytes read plus bytes written, as if every pair were a place.
+
+    Raises:
+        ValueError, TypeError, TooLargeError: as ``sum_rows``.
+
+    Example:
+        Rows ``[[1, 2, 3], [4, 5, 6]]`` and ``[[1, 0, 1], [1, 1, 1]]`` by pairs ``[3, 0]`` write ``out[1, 1] = 10`` and
+        ``out[0, 0] = 6``.
+
+    Traffic: reads pairs, and both rows once for every pair; writes a number for every pair.
+    """
+    lists = listed_rows("dot_rows", y, x, pair, out, out)
+    if not out.is_contiguous():
+        raise ValueError(f"dot_rows: out must be contiguous, not strided by {out.stride()}")
+    if lists.count and lists.row and out.numel():
+        _run("dot_rows", (pair, out), _dot_rows_kernel, lists, (x, y), (out.numel(), lists.count), None,
+             {"INDEX": TRITON_TYPE[pair.dtype], "SLOTS": lists.slots})  # fmt: skip
+    elif not lists.row:
+        out.view(-1)[pair[(pair >= 0) & (pair < out.numel())].long()] = 0
+    return lists.count * (lists.row * (x.itemsize + y.itemsize) + pair.itemsize + out.itemsize)
+
+
+@lru_cache(maxsize=1024)
+def _tile_of_sums(device: int, unit_bytes: int, rows: int, row_bytes: int) -> Config:
+    """Return the tile of a sum: one access of every thread of 4 warps, which has a load for each slot in flight."""
+    # Eight loads of 16 bytes by every thread suffice for the memory's latency, and take a third of the registers of a
+    # copy's tile.
+    tile = tile_of_rows(device, unit_bytes, rows, row_bytes)
+    if INTERPRETED:
+        return tile
+    nbytes = max(unit_bytes, 4) * 4 * lanes_of(device)
+    cols = min(power_of_two(row_bytes), nbytes)
+    return Config(max(min(nbytes // cols, rows), 1), cols, 4)
+
+
+def _run(
+    name: str,
+    addressed: Sequence[Tensor],
+    kernel: Any,
+    lists: ListedRows,
+    tensors: tuple[Tensor, Tensor],
+    limits: tuple[int, int],
+    weights: Tensor | None,
+    constants: dict[str, Any],
+) -> None:
+    """Launch one call. Its numbers of rows may be new in every step, so that no plan of it is cached.
+
+    Args:
+        addressed: tensors whose addresses are integers for the kernel: the index, and weights or their place.
+        tensors: first and second pointer of the kernel.
+        limits: number of rows or places that an index may name, and number of lists or rows to write.
+    """
+    first, second = tensors
+    for x in (second, *addressed):
+        check_place(name, first, x)
+    device, (limit, count) = first.get_device(), limits
+    # All numbers have to be whole units, as every row starts with one.
+    strides = [x.stride(0) if len(x) > 1 else lists.row for x in tensors]
+    small, large = sorted((first.itemsize, second.itemsize))
+    aligned = math.gcd((first.data_ptr() | second.data_ptr()) & 15 or 16, 16)
+    vec = math.gcd(16 // small if aligned == 16 else max(aligned // large, 1), lists.row, *strides)
+    numbers = [limit, *(step // vec for step in strides)]
+    constants |= {"WIDE": TRITON_TYPE[lists.wide], "VEC": vec}
+    if kernel is _dot_rows_kernel:
+        numbers, grid, warps = [*numbers, lists.row // vec], count, _DOT_THREADS // lanes_of(device)
+        constants["LANES"] = min(DOT_LANES, power_of_two(lists.row))
+    else:
+        tile_of = _tile_of_sums if kernel is _sum_rows_kernel else tile_of_rows
+        tile = tile_of(device, vec * small, power_of_two(count), lists.row * small)
+        cols = max(tile.block_cols // small, vec)
+        blocks = -(-lists.row // cols)
+        grid, warps = -(-count // tile.block_rows) * blocks, tile.num_warps
+        stride_weights = 0 if weights is None else weights.stride(0)
+        numbers += [stride_weights, count, lists.row // vec, blocks]
+        constants |= {"BLOCK_ROWS": tile.block_rows, "BLOCK_COLS": cols}
+    fits(name, (count, lists.row, grid))
+    order = [name for name in kernel.arg_names if name.isupper()]
+    constants = {name: constants[name] for name in order}
+    launch = Launch(kernel, device, grid, (first.dtype, second.dtype), tuple(numbers), constants, warps)
+    launch(first, second, 1.0, addressed[0].data_ptr(), addressed[-1].data_ptr())
