@@ -37,6 +37,7 @@ from tritoncomm import (
     ParallelMode,
     PeerError,
     collective,
+    experts,
     groups,
     mappings,
     p2p,
@@ -51,8 +52,8 @@ from tritoncomm.ulysses import UlyssesAttention
 
 M = ParallelMode
 MODULES = {
-    "collective": collective, "mappings": mappings, "p2p": p2p, "parallel": parallel, "recurrent": recurrent,
-    "ulysses": ulysses,
+    "collective": collective, "experts": experts, "mappings": mappings, "p2p": p2p, "parallel": parallel,
+    "recurrent": recurrent, "ulysses": ulysses,
 }  # fmt: skip
 SIZES = read_sizes(1, 1, None, 1, 1, None, None, None)
 
@@ -765,6 +766,13 @@ def _parallelize(group: Any, x: Tensor) -> Tensor:
     return linear(x.detach())
 
 
+def _dispatched(group: Any, x: Tensor) -> Tensor:
+    """Each row from all ranks that its experts are on: half of the rows go to one rank, half to all."""
+    ids = torch.arange(len(x))[:, None] % 2 * torch.arange(4)
+    dispatched = experts.dispatch(x, ids, torch.ones(len(x), 4), 4, group)
+    return experts.combine(dispatched.rows, dispatched)
+
+
 # Calls of every public function that takes a group, with a tensor [16, 4]; None where the defaults of the rest do.
 TAKE_GROUPS: dict[str, Any] = {
     "collective.all_gather": lambda group, x: collective.all_gather(x, 1, group),
@@ -775,6 +783,7 @@ TAKE_GROUPS: dict[str, Any] = {
         dist.get_rank() % 4 == 0
     ),
     "collective.reduce_scatter": lambda group, x: collective.reduce_scatter(x, 1, group),
+    "experts.dispatch": _dispatched,
     "collective.split_reduce_scatter": lambda group, x: collective.split_reduce_scatter(x, 0, group),
     **dict.fromkeys([
         f"mappings.{name}" for name in mappings.__all__ if inspect.isfunction(getattr(mappings, name))

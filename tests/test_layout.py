@@ -25,7 +25,7 @@ LAYERS = [
     ["groups", "ops"],
     ["collective", "mappings", "debug", "runtime"],
     ["reshard"],
-    ["p2p", "tensor", "parallel", "ulysses", "recurrent"],
+    ["p2p", "tensor", "parallel", "ulysses", "recurrent", "experts"],
     ["integrations"],
     ["explain", "tune", "doctor", "verify", "bench"],
     ["__init__"],

@@ -16,6 +16,7 @@ from typing import Any
 
 import fuzz_arguments
 import fuzz_attention
+import fuzz_experts
 import fuzz_files
 import fuzz_reshard
 import fuzz_segments
@@ -66,6 +67,7 @@ def _on_ranks(function: Callable[..., str]) -> Callable[[Any, Any], None]:
 
 
 WORLDS = st.sampled_from([2, 2, 4, 1, (1, 3)])
+RANKS = st.sampled_from([2, 4, 4, 1, (1, 3), 8])
 JUNK = st.sampled_from([None, True, 1.5, "1", -7, 7, 2**40, 2**70, [0], (), float("nan"), b"x", 1j])
 SHAPES = st.one_of(
     st.lists(st.sampled_from([4, 8, 4, 12, 1, 0, 2, 3, 5, 7]), max_size=4).map(tuple),
@@ -152,10 +154,11 @@ def _alone(check: Callable[[Any], None]) -> Callable[[Any, Any], None]:
 
 
 DOMAINS = {
-    "calls": Domain(310, calls(), _on_ranks(run_call)),
+    "calls": Domain(230, calls(), _on_ranks(run_call)),
     "reshardings": Domain(200, fuzz_reshard.reshardings(WORLDS), _on_ranks(fuzz_reshard.run_resharding)),
     "sums": Domain(40, fuzz_sums.sums(WORLDS, JUNK), _on_ranks(fuzz_sums.run_sum)),
     "attention": Domain(150, fuzz_attention.attentions(WORLDS, JUNK), _on_ranks(fuzz_attention.run_attention)),
+    "experts": Domain(80, fuzz_experts.routings(RANKS), _on_ranks(fuzz_experts.run_routing)),
     "stages": Domain(150, fuzz_stages.stage_steps(WORLDS, JUNK), _on_ranks(fuzz_stages.run_stages)),
     "hops": Domain(150, fuzz_states.hops(WORLDS), _on_ranks(fuzz_states.run_hop)),
     "layouts": Domain(150, fuzz_states.layouts(WORLDS, JUNK), _on_ranks(fuzz_states.run_layout)),
@@ -224,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     first = int(time.time()) if options.seed is None else options.seed
     share = sum(DOMAINS[name].share for name in options.domains)
-    pool, started, done, failed = Pool(4), time.monotonic(), 0, 0
+    pool, started, done, failed = Pool(), time.monotonic(), 0, 0
     try:
         for number in range(first, first + max(1, round(options.cases / share))):
             for name in options.domains:

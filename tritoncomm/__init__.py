@@ -26,7 +26,7 @@ from tritoncomm.record import counters, recording
 from tritoncomm.runtime import destroy, device_mesh, initialize
 
 if TYPE_CHECKING:
-    from tritoncomm import integrations, p2p, parallel, recurrent, reshard, tensor, ulysses
+    from tritoncomm import experts, integrations, p2p, parallel, recurrent, reshard, tensor, ulysses
     from tritoncomm.integrations.megatron import patch as patch_megatron
     from tritoncomm.integrations.megatron import unpatch as unpatch_megatron
 
@@ -44,6 +44,7 @@ __all__ = [
     "destroy",
     "device_mesh",
     "dump",
+    "experts",
     "initialize",
     "integrations",
     "mappings",
@@ -63,7 +64,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 # Imported at their first use: together they take longer than everything else.
-_LAZY = ("integrations", "p2p", "parallel", "recurrent", "reshard", "tensor", "ulysses")
+_LAZY = ("experts", "integrations", "p2p", "parallel", "recurrent", "reshard", "tensor", "ulysses")
 _FUNCTIONS = {
     "patch_megatron": ("integrations.megatron", "patch"),
     "unpatch_megatron": ("integrations.megatron", "unpatch"),

@@ -392,6 +392,21 @@ def resolve_sequence(group: GroupLike | None, name: str) -> ProcessGroup:
     return resolve(group, name)
 
 
+def resolve_experts(group: GroupLike | None, name: str) -> ProcessGroup:
+    """Return the ranks that share the experts: the group given, else the expert group of ``initialize()``.
+
+    Raises:
+        ArgumentError: no kind of group.
+        GroupError: none is given and ``initialize()`` made no expert group, or this rank is not in it.
+    """
+    if group is not None:
+        return group if isinstance(group, ProcessGroup) else as_group(group, name)
+    if ParallelMode.EXPERT not in groups:
+        raise GroupError(f"{name}: group is None and there is no expert group; call tritoncomm.initialize(expert=...) "
+                         "or pass one")  # fmt: skip
+    return groups[ParallelMode.EXPERT].group
+
+
 def as_group(group: Any, name: str) -> ProcessGroup:
     """Return the process group that any kind of group stands for.
 

@@ -165,7 +165,7 @@ def indexed_rows(name: str, x: RowsLayout, index: RowsLayout, out: RowsLayout) -
     if not shape or shape[1:] != out_shape[1:] or len(out_shape) != len(shape) or near[1][0] != count:
         raise ValueError(f"{name}: {count} rows of {tuple(shape)} do not fit into {tuple(out_shape)}")
     for each, strides in ((shape, stride), (out_shape, out_stride)):
-        if row and not is_contiguous(each[1:], strides[1:]):
+        if row and each[0] and not is_contiguous(each[1:], strides[1:]):
             raise ValueError(f"{name}: every row must be contiguous, not {tuple(each)} by {strides}")
     if row and out_shape[0] > 1 and out_stride[0] < row:
         raise ValueError(f"{name}: rows {out_stride[0]} elements apart overlap in out {tuple(out_shape)}")
@@ -222,7 +222,7 @@ def listed_rows(
     if not lists[1]:
         raise ValueError(f"{name}: lists of no slots")
     for x in (rows, totals):
-        if x.dim() != 2 or x.shape[1] != rows.shape[1] or (x.shape[1] > 1 and x.stride(1) != 1):
+        if x.dim() != 2 or x.shape[1] != rows.shape[1] or (x.shape[1] > 1 and len(x) and x.stride(1) != 1):
             raise ValueError(f"{name}: rows must be contiguous and equally long, not {tuple(rows.shape)} by "
                              f"{rows.stride()} and {tuple(totals.shape)} by {totals.stride()}")  # fmt: skip
     if len(totals) != lists[0]:

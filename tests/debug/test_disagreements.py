@@ -16,7 +16,7 @@ from pool import Pool
 from torch.distributed import ProcessGroup
 
 import tritoncomm
-from tritoncomm import MismatchError, debug, mappings, p2p, recurrent, reshard, ulysses
+from tritoncomm import MismatchError, debug, experts, mappings, p2p, recurrent, reshard, ulysses
 from tritoncomm import collective as c
 from tritoncomm.debug import check, comparison
 from tritoncomm.groups import ParallelMode, get_group
@@ -147,8 +147,8 @@ def test_every_p2p_step_has_a_row() -> None:
 
 
 MODULES = {
-    "collective": c, "mappings": mappings, "ulysses": ulysses, "recurrent": recurrent, "reshard": reshard,
-    "debug": debug,
+    "collective": c, "experts": experts, "mappings": mappings, "ulysses": ulysses, "recurrent": recurrent,
+    "reshard": reshard, "debug": debug,
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from tritoncomm import collective as c
-from tritoncomm import debug, recurrent, ulysses
+from tritoncomm import debug, experts, recurrent, ulysses
 from tritoncomm import mappings as m
 from tritoncomm.reshard import Layout, OwnedExchange, exchange_owned, reshard, reshard_plan, sequence_layout
 
@@ -174,6 +174,22 @@ ULYSSES = {
         _to_sequence, **_HEADS, differ={"sizes": lambda w: {"sizes": _sizes(w, False)}}, words={"sizes": _LAYOUT}
     ),
 }  # fmt: skip
+_ROWS: dict[str, Any] = {"shape": lambda w: (4, 8), "other": lambda w: (4, 16)}
+
+
+def _dispatch(g: Any, x: Tensor) -> experts.Dispatched:
+    """Each token for the experts 0 and 1 of as many as ranks."""
+    ids = torch.tensor([[0, 1]], device=x.device).expand(len(x), 2)
+    return experts.dispatch(x, ids, torch.ones(ids.shape, device=x.device), g.size(), g)
+
+
+def _combine(g: Any, x: Tensor) -> Tensor:
+    """Columns of a dispatch in which all ranks agree."""
+    dispatched = _dispatch(g, T(4, 8, dtype=torch.float32))
+    return experts.combine(x[:1].expand(sum(dispatched.counts), -1), dispatched)
+
+
+EXPERTS = {"dispatch": Row(_dispatch, **_ROWS), "combine": Row(_combine, **_ROWS)}
 RECURRENT = {
     "by_heads": Row(
         lambda g, x, sizes=None: recurrent.by_heads(lambda y: y * 2, g)(x, sizes=sizes), **_HEADS,
@@ -242,12 +258,19 @@ ROWS: dict[str, Row] = {
     f"{module}.{name}": row
     for module, rows in (
         ("collective", COLLECTIVES), ("mappings", MAPPINGS), ("mappings", BACKWARDS), ("ulysses", ULYSSES),
-        ("recurrent", RECURRENT), ("reshard", RESHARD), ("debug", DEBUG), ("tensor", TENSOR), ("parallel", PARALLEL),
-        ("integrations", INTEGRATIONS),
+        ("experts", EXPERTS), ("recurrent", RECURRENT), ("reshard", RESHARD), ("debug", DEBUG), ("tensor", TENSOR),
+        ("parallel", PARALLEL), ("integrations", INTEGRATIONS),
     )
     for name, row in rows.items()
 }  # fmt: skip
-MODULES = {"collective": c, "mappings": m, "recurrent": recurrent, "ulysses": ulysses, "debug": debug}
+MODULES = {
+    "collective": c,
+    "experts": experts,
+    "mappings": m,
+    "recurrent": recurrent,
+    "ulysses": ulysses,
+    "debug": debug,
+}
 
 SILENT = {  # public names that no other rank has to call
     "collective.Handle": "a result of asynchronous calls, which are rows",
@@ -258,6 +281,8 @@ SILENT = {  # public names that no other rank has to call
     "ulysses.AttentionExchange": "a tuple",
     "ulysses.autocast": "casts, and sends nothing",
     "ulysses.exchange_for": "plans, and sends nothing",
+    "experts.Dispatched": "what dispatch, a row, returns",
+    "experts.ExpertRows": "a tuple",
     "recurrent.Exchanged": "a role of an argument",
     "recurrent.Gathered": "a role of an argument",
     "recurrent.Documents": "the type of starts",

@@ -176,10 +176,11 @@ def dot_rows(x: Tensor, y: Tensor, pair: Tensor, out: Tensor) -> int:
         if 0 <= at < out.numel():
             partial = np.zeros(1024, wide)
             products = _numpy(x[at // slots], wide) * _numpy(y[j], wide)
-            for k in range(row):
-                partial[k % 1024] += products[k]
+            for start in range(0, row, 1024):
+                part = products[start : start + 1024]
+                partial[: len(part)] += part
             while len(partial) > 1:
-                partial = np.array([a + b for a, b in zip(partial[0::2], partial[1::2], strict=True)], wide)
+                partial = partial[0::2] + partial[1::2]
             out[at // slots, at % slots] = float(partial[0])
     return len(pair) * (row * (x.itemsize + y.itemsize) + pair.itemsize + out.itemsize)
 

@@ -28,6 +28,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "reshard": ("plan",),
     "to_heads": ("layout",),
     "to_sequence": ("layout",),
+    "to_ranks": ("experts",),
+    "to_tokens": (),
     "exchange": ("direction",),
     "hop": ("send", "receive", "transfers"),
 }
@@ -120,6 +122,9 @@ def _describe(
         dim = given["layout"].seq_dim if kind == "to_heads" else 2
         fields["shape"] = ", ".join(_shape(each, dim) for each in shape)
         fields["layout"] = as_json(given["layout"])
+    elif kind in ("to_ranks", "to_tokens"):  # each rank has its own number of rows
+        fields["shape"] = ", ".join(_shape(part, 0) for part in shape)
+        fields |= {key: str(value) for key, value in given.items()}
     else:
         fields |= _plain(kind, shape, given, world, rank)
     parts = [] if shape is None else [f"{as_json(dtype) or ''} {_shape(shape)}".strip()]

@@ -36,7 +36,7 @@ Calls = dict[str, dict[int, Call]]
 _COMPARED = ("name", "kind", "shape", "dtype", "arguments")
 _MAY_DIFFER = {  # by kind: attributes that may differ between the ranks of one call
     "all_to_all_single": ("shape", "arguments"), "hop": ("name", "shape", "arguments"), "reshard": ("shape", "dtype"),
-    "to_heads": ("shape",), "to_sequence": ("shape",),
+    "to_heads": ("shape",), "to_sequence": ("shape",), "to_ranks": ("shape",), "to_tokens": ("shape",),
 }  # fmt: skip
 _MAX_TEXT = 300
 _LOADED = 16  # records whose calls are in memory at a time, about 5 MiB each

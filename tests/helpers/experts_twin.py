@@ -1,0 +1,197 @@
+"""Experts on other ranks, token by token in plain torch: the bits of a dispatch, its experts and a combine.
+
+The experts multiply elementwise, so that a row has the same bits in any batch of rows. Every rank knows all draws, and
+computes the results of its own tokens without the others.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import naive
+import torch
+from bits import bits
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from tritoncomm import record
+from tritoncomm.experts import combine, dispatch
+
+__all__ = ["KINDS", "Drawn", "Routing", "draw_of", "run_routing", "twin"]
+
+KINDS = ("even", "even", "skewed", "one expert", "one rank", "equal ids", "grouped", "unused")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """One routing.
+
+    Attributes:
+        tokens: of every rank.
+        experts: of each rank.
+        kind: of ``KINDS``.
+        alignment: of ``by_expert``.
+        path: that is forced.
+        compiled: what is called is compiled, or checkpointed.
+    """
+
+    tokens: tuple[int, ...]
+    hidden: int
+    k: int
+    experts: int
+    kind: str
+    dtype: str
+    weights: str
+    alignment: int
+    path: str
+    how: str
+    seed: int
+
+
+class Drawn(NamedTuple):
+    """Tensors of one rank, and the factors of all experts."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    grad: Tensor
+    scales: Tensor
+
+
+def draw_of(routing: Routing, rank: int) -> Drawn:
+    draw, tokens, world = random.Random(routing.seed * 64 + rank), routing.tokens[rank], len(routing.tokens)
+    generator, total = torch.Generator().manual_seed(routing.seed * 64 + rank), routing.experts * len(routing.tokens)
+    dtype, target = getattr(torch, routing.dtype), random.Random(routing.seed).randrange(total)
+    ids = []
+    for _ in range(tokens):
+        pool = list(range(total))
+        if routing.kind == "skewed":
+            pool = pool[: max(total // 2, 1)] * 3 + pool
+        elif routing.kind == "one expert":
+            pool = [target]
+        elif routing.kind == "one rank":
+            pool = [target // routing.experts * routing.experts + e for e in range(routing.experts)]
+        elif routing.kind == "grouped":
+            first = draw.randrange(world)
+            pool = [e for e in pool if e // routing.experts in (first, (first + 1) % world)]
+        elif routing.kind == "unused":
+            pool = pool[::2]
+        draws = routing.kind == "equal ids" or len(pool) < routing.k
+        ids.append([draw.choice(pool) for _ in range(routing.k)] if draws else draw.sample(pool, routing.k))
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64)
+            for shape in ((tokens, routing.hidden), (tokens, routing.k), (tokens, routing.hidden))]  # fmt: skip
+    scales = torch.randn(
+        total, routing.hidden, generator=torch.Generator().manual_seed(routing.seed), dtype=torch.float64
+    )
+    index = torch.tensor(ids, dtype=draw.choice([torch.int64, torch.int32])).view(tokens, routing.k)
+    return Drawn(made[0].to(dtype), index, made[1].to(getattr(torch, routing.weights)), made[2].to(dtype),
+                 scales.to(dtype))  # fmt: skip
+
+
+def _added(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Parts in the wide type, in order, rounded once."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total.to(dtype)
+
+
+def twin(routing: Routing, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The output of a rank's tokens, and the gradients of its tokens and weights."""
+    x, ids, given, grad, scales = draw_of(routing, rank)
+    world, dtype = len(routing.tokens), x.dtype
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    weights = given.to(wide)
+    outs, grads, grad_weights = torch.empty_like(x), torch.empty_like(x), torch.zeros_like(weights)
+    zeros, columns = torch.zeros(routing.hidden, dtype=wide), min(routing.k, world)
+    for t, row in enumerate(ids.tolist()):
+        parts, back, dots = [], [], []
+        for owner in sorted({e // routing.experts for e in row}):
+            here = [e // routing.experts == owner for e in row]
+            results = [(x[t] * scales[e]) for e in row]
+            terms = [results[s].to(wide) * weights[t, s] if local else zeros for s, local in enumerate(here)]
+            parts.append(_added(terms, dtype).to(wide))
+            scaled = [(grad[t].to(wide) * weights[t, s]).to(dtype) for s in range(routing.k)]
+            terms = [(scaled[s] * scales[e]).to(wide) if here[s] else zeros for s, e in enumerate(row)]
+            back.append(_added(terms, dtype).to(wide))
+            dot = torch.zeros(1, routing.k, dtype=wide)
+            pair = torch.tensor([s if local else -1 for s, local in enumerate(here)])
+            naive.dot_rows(grad[t : t + 1], torch.stack(results), pair, dot)
+            dots.append(dot[0])
+        parts += [zeros] * (columns - len(parts))
+        back += [zeros] * (columns - len(back))
+        dots += [torch.zeros(routing.k, dtype=wide)] * (columns - len(dots))
+        outs[t], grads[t], grad_weights[t] = _added(parts, dtype), _added(back, dtype), _added(dots, wide)
+    return outs, grads, grad_weights.to(given.dtype)
+
+
+def _scale_gradient(routing: Routing, rank: int) -> Tensor:
+    """The gradient of the factors of a rank's experts, in float64."""
+    total = torch.zeros(routing.experts, routing.hidden, dtype=torch.float64)
+    for source in range(len(routing.tokens)):
+        x, ids, weights, grad, _ = draw_of(routing, source)
+        for t, row in enumerate(ids.tolist()):
+            for s, e in enumerate(row):
+                if e // routing.experts == rank:
+                    total[e % routing.experts] += weights[t, s].double() * grad[t].double() * x[t].double()
+    return total
+
+
+def _rows_sent(routing: Routing, rank: int) -> int:
+    """Unique pairs of a token and another rank."""
+    ids = draw_of(routing, rank).ids.tolist()
+    return sum(len({e // routing.experts for e in row} - {rank}) for row in ids)
+
+
+def apply(x: Tensor, ids: Tensor, weights: Tensor, scales: Tensor, routing: Routing, group: ProcessGroup) -> Tensor:
+    """The layer by the library, with this rank's factors."""
+    dispatched = dispatch(x, ids, weights, routing.experts * group.size(), group)
+    rows, counts = dispatched.by_expert(routing.alignment)
+    factors = scales.repeat_interleave(counts, 0)
+    results = rows * torch.cat([factors, factors.new_zeros(len(rows) - len(factors), factors.shape[1])])
+    return combine(dispatched.summed(results), dispatched)
+
+
+def run_routing(group: ProcessGroup, routing: Routing) -> str:
+    """``right`` or ``problem: ...``."""
+    import tritoncomm
+
+    rank, world = group.rank(), group.size()
+    drawn = draw_of(routing, rank)
+    x, weights = drawn.x.clone().requires_grad_(), drawn.weights.clone().requires_grad_()
+    mine = drawn.scales[rank * routing.experts : (rank + 1) * routing.experts].clone().requires_grad_()
+    layer: Any = apply
+    if routing.how == "compiled":
+        layer = torch.compile(apply, backend="eager")
+    elif routing.how == "checkpoint":
+        layer = lambda *args: torch.utils.checkpoint.checkpoint(apply, *args, use_reentrant=False)  # noqa: E731
+    with tritoncomm.path(routing.path), record.recording() as counted:
+        if routing.how == "autocast":
+            with torch.autocast("cpu", torch.float16 if x.dtype is torch.float16 else torch.bfloat16):
+                out = layer(x, drawn.ids, weights, mine, routing, group)
+        else:
+            out = layer(x, drawn.ids, weights, mine, routing, group)
+        out.backward(drawn.grad)
+    wanted = dict(
+        zip(("the output", "the gradient of tokens", "the gradient of weights"), twin(routing, rank), strict=True)
+    )
+    for (name, value), result in zip(wanted.items(), (out.detach(), x.grad, weights.grad), strict=True):
+        if result is None or result.dtype is not value.dtype or not torch.equal(bits(result), bits(value)):
+            return f"problem: {name} is {result}, not {value}"[:600]
+    exact = _scale_gradient(routing, rank)
+    if mine.grad is None:
+        return "problem: the experts' parameters have no gradient"
+    eps = torch.finfo(mine.dtype).eps
+    largest = exact.abs().max().item() if exact.numel() else 0.0
+    if not torch.allclose(mine.grad.double(), exact, rtol=0, atol=64 * eps * max(largest, 1)):
+        return f"problem: the experts' gradient is {mine.grad}, not {exact}"[:600]
+    if world > 1:
+        width = -(-routing.hidden * x.itemsize // 16) * 16
+        wide = 8 if x.dtype is torch.float64 else 4
+        tail, ids = (-(-routing.k * size // 16) * 16 for size in (wide, 4))
+        rows = _rows_sent(routing, rank)
+        passes = 2 if routing.how == "checkpoint" else 1
+        sent = {name: count.bytes_sent for (name, _), count in counted.items()}
+        if sent["dispatch"] != passes * rows * (width + tail + ids) or sent["combine.backward"] != rows * width:
+            return f"problem: sent {sent}, not {rows} rows of {width} + {tail} + {ids} bytes"
+    return "right"
