@@ -186,12 +186,11 @@ def run_routing(group: ProcessGroup, routing: Routing) -> str:
     if not torch.allclose(mine.grad.double(), exact, rtol=0, atol=64 * eps * max(largest, 1)):
         return f"problem: the experts' gradient is {mine.grad}, not {exact}"[:600]
     if world > 1:
-        width = -(-routing.hidden * x.itemsize // 16) * 16
-        wide = 8 if x.dtype is torch.float64 else 4
-        tail, ids = (-(-routing.k * size // 16) * 16 for size in (wide, 4))
-        rows = _rows_sent(routing, rank)
+        wide, bare = 8 if x.dtype is torch.float64 else 4, routing.hidden * x.itemsize
+        width = -(-(-(-bare // wide) * wide + routing.k * (wide + 4)) // 16) * 16  # weights and ids of 4 bytes
+        bare, rows = -(-bare // 16) * 16, _rows_sent(routing, rank)
         passes = 2 if routing.how == "checkpoint" else 1
         sent = {name: count.bytes_sent for (name, _), count in counted.items()}
-        if sent["dispatch"] != passes * rows * (width + tail + ids) or sent["combine.backward"] != rows * width:
-            return f"problem: sent {sent}, not {rows} rows of {width} + {tail} + {ids} bytes"
+        if sent["dispatch"] != passes * rows * width or sent["combine.backward"] != rows * bare:
+            return f"problem: sent {sent}, not {rows} rows of {width} and {bare} bytes"
     return "right"

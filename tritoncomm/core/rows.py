@@ -135,12 +135,12 @@ class _WireRow(NamedTuple):
 
 
 def _columns(tensors: Sequence[Tensor]) -> _WireRow:
-    """Return the columns of a wire for rows of these tensors; each begins at a multiple of 16 bytes."""
+    """Return the columns of a wire for rows of these tensors, each aligned to its elements, and rows to 16 bytes."""
     starts, width = [], 0
     for x in tensors:
-        starts.append(width)
-        width += -(-x.shape[1] * x.itemsize // _ALIGNMENT) * _ALIGNMENT
-    return _WireRow(starts, width)
+        starts.append(-(-width // x.itemsize) * x.itemsize)
+        width = starts[-1] + x.shape[1] * x.itemsize
+    return _WireRow(starts, -(-width // _ALIGNMENT) * _ALIGNMENT)
 
 
 def _buffer(like: Tensor, rows: int, width: int) -> Tensor:
