@@ -30,6 +30,7 @@ GPU = "gpu"
 PARTS = {
     "compiled": ("layers under torch.compile, against Megatron-LM and torch", 135),
     "end_to_end": ("mappings between 2 and 4 ranks over Gloo", 66),
+    "experts": ("tokens to experts and back, against transformers", 60),
     "kernels": ("pack and unpack on a CPU, against torch's ways", 15),
     "launch": ("host time of a kernel's launch", 8),
     "many": ("new split sizes, many tensors, many ranks", 37),

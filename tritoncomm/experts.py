@@ -53,9 +53,17 @@ class _SendRows(Function):
         ctx: Any, routes: RowRoutes, group: ProcessGroup, names: tuple[str, str], span: Span | None, *tensors: Tensor
     ) -> Any:
         _keep(ctx, routes, group, names)
-        ctx.floats = len([x for x in tensors if x.is_floating_point()])  # ids have no gradient; they come last
+        ctx.floats = min(len(tensors), 2)
         span = span or enter(names[0], "to_ranks", group, tensors, (None,)) or Span(names[0])
-        return tuple(to_ranks([_rows(x) for x in tensors], routes, group, span))
+        if len(tensors) < 3:
+            return tuple(to_ranks([_rows(x) for x in tensors], routes, group, span))
+        # Weights and ids are so short that one gather of both takes half of the time of two.
+        x, weights, ids = tensors
+        tail = torch.cat([_as_bytes(weights), _as_bytes(ids)], 1)
+        rows, tail = to_ranks([_rows(x), tail], routes, group, span)
+        size = weights.shape[1] * weights.itemsize
+        # Copies, as a view that a backward keeps would keep the whole buffer.
+        return rows, tail[:, :size].contiguous().view(weights.dtype), tail[:, size:].contiguous().view(ids.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -91,6 +99,11 @@ def _kept(ctx: Any) -> Sequence[Any]:
     return RowRoutes(*ctx.counts, *ctx.saved_tensors), ctx.group, ctx.names
 
 
+def _as_bytes(x: Tensor) -> Tensor:
+    """Return rows as bytes."""
+    return x.contiguous().view(torch.uint8)
+
+
 def _rows(x: Tensor) -> Tensor:
     """Return ``x`` with contiguous rows."""
     return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
@@ -104,7 +117,7 @@ class _SumRows(Function):
     def forward(ctx: Any, lists: _Lists, name: str, y: Tensor, weights: Tensor | None) -> Tensor:
         _save(ctx, lists, name, [y, weights] if weights is not None else [])
         started, (path, passes), y = record.now(), row_passes(y), _rows(y)
-        out = y.new_empty(len(lists.index), y.shape[1])
+        out = y.new_empty(lists.index.shape[0], y.shape[1])
         record.add(name, path, passes.sum_rows(y, lists.index, weights, out), 0, started)
         return out
 
@@ -123,7 +136,7 @@ class _ScaleRows(Function):
     def forward(ctx: Any, lists: _Lists, name: str, x: Tensor, weights: Tensor | None) -> Tensor:
         _save(ctx, lists, name, [x, weights] if weights is not None else [])
         started, (path, passes), x = record.now(), row_passes(x), _rows(x)
-        out = x.new_empty(len(lists.pairs), x.shape[1])
+        out = x.new_empty(lists.pairs.shape[0], x.shape[1])
         if weights is None:
             copied = passes.gather_rows(x, lists.rows, out)
         else:
@@ -260,8 +273,8 @@ class Dispatched:
         """
         if self._lists is None:
             raise ArgumentError("summed: by_expert() was not called, which makes the rows that are summed")
-        if rows.dim() != 2 or len(rows) != len(self._lists.pairs):
-            raise ShapeError(f"summed: expected [{len(self._lists.pairs)}, any] as from by_expert(), not "
+        if rows.dim() != 2 or rows.shape[0] != self._lists.pairs.shape[0]:
+            raise ShapeError(f"summed: expected [{self._lists.pairs.shape[0]}, any] as from by_expert(), not "
                              f"{list(rows.shape)}")  # fmt: skip
         _check_dtype(rows, "summed")
         weights = self.weights if self.weights.dtype is _wide(rows.dtype) else self.weights.to(_wide(rows.dtype))
@@ -349,7 +362,7 @@ def combine(y: Tensor, dispatched: Dispatched) -> Tensor:
     name, routing = "combine", dispatched._routing
     check_inputs([y], name)
     _check_dtype(y, name)
-    if y.dim() != 2 or len(y) != sum(routing.counts):
+    if y.dim() != 2 or y.shape[0] != sum(routing.counts):
         raise ShapeError(f"{name}: expected [{sum(routing.counts)}, any], a row for each that was dispatched, not "
                          f"{list(y.shape)}")  # fmt: skip
     if routing.routes is None:
@@ -372,7 +385,7 @@ def _check(x: Tensor, experts: Tensor, weights: Tensor, num_experts: int, group:
                             f"and {weights.dtype}")  # fmt: skip
     if not x.device == experts.device == weights.device:
         raise ArgumentError(f"{name}: x, experts and weights are on {x.device}, {experts.device} and {weights.device}")
-    if x.dim() != 2 or experts.dim() != 2 or len(experts) != len(x) or weights.shape != experts.shape:
+    if x.dim() != 2 or experts.dim() != 2 or experts.shape[0] != x.shape[0] or weights.shape != experts.shape:
         raise ShapeError(f"{name}: expected x [tokens, hidden], experts and weights [tokens, k], not {list(x.shape)}, "
                          f"{list(experts.shape)} and {list(weights.shape)}")  # fmt: skip
     if not experts.shape[1] or type(num_experts) is not int or num_experts < 1 or num_experts % group.size():
@@ -412,7 +425,7 @@ def _route(experts: Tensor, num_experts: int, group: ProcessGroup, name: str) ->
     counts = tuple([count for count, _, _ in arriving])
     send, recv = ([count for count, *_ in side] for side in (sizes, arriving))
     send[rank] = recv[rank] = 0
-    places = torch.arange(len(order), device=order.device)
+    places = torch.arange(order.shape[0], device=order.device)
     index = torch.empty_like(order).scatter_(0, order, places).view(ranks.shape)
     moved = torch.div(order[: sum(send) + local_rows], ranks.shape[1], rounding_mode="floor")
     routes = RowRoutes(tuple(send), tuple(recv), local_rows, moved, index)
@@ -433,7 +446,7 @@ def _sorted_pairs(experts: Tensor, routing: _Routing, alignment: int) -> _Lists:
     keys, order = experts.reshape(-1).masked_fill(experts.reshape(-1) < 0, number).sort(stable=True)
     bounds = torch.searchsorted(keys, torch.arange(number + 1, device=keys.device, dtype=keys.dtype))
     counts, pairs = bounds[1:] - bounds[:-1], order[: routing.pairs]
-    places = torch.arange(len(order), device=order.device)
+    places = torch.arange(order.shape[0], device=order.device)
     if alignment == 1:
         index = torch.empty_like(order).scatter_(0, order, places)
     else:
@@ -442,6 +455,6 @@ def _sorted_pairs(experts: Tensor, routing: _Routing, alignment: int) -> _Lists:
         total = (routing.pairs + min(number, routing.pairs) * (alignment - 1)) // alignment * alignment
         shift = padded.cumsum(0) - padded - bounds[:-1]
         places = places[: routing.pairs] + shift[keys[: routing.pairs].long()]
-        index = order.new_full((len(order),), -1).scatter_(0, pairs, places)
+        index = order.new_full(order.shape, -1).scatter_(0, pairs, places)
         pairs, counts = order.new_full((total,), -1).scatter_(0, places, pairs), padded
     return _Lists(pairs, torch.div(pairs, slots, rounding_mode="floor"), index.view(rows, slots), counts)

@@ -165,7 +165,7 @@ def indexed_rows(name: str, x: RowsLayout, index: RowsLayout, out: RowsLayout) -
     if not shape or shape[1:] != out_shape[1:] or len(out_shape) != len(shape) or near[1][0] != count:
         raise ValueError(f"{name}: {count} rows of {tuple(shape)} do not fit into {tuple(out_shape)}")
     for each, strides in ((shape, stride), (out_shape, out_stride)):
-        if row and each[0] and not is_contiguous(each[1:], strides[1:]):
+        if row and each[0] and strides[1:] != (1,) and not is_contiguous(each[1:], strides[1:]):
             raise ValueError(f"{name}: every row must be contiguous, not {tuple(each)} by {strides}")
     if row and out_shape[0] > 1 and out_stride[0] < row:
         raise ValueError(f"{name}: rows {out_stride[0]} elements apart overlap in out {tuple(out_shape)}")
@@ -203,28 +203,28 @@ def listed_rows(
         weights: ``[lists, slots]``, every list contiguous; None without weights.
         slots: tensor with an element for every slot, ``[lists, slots]``: the index or the weights.
     """
-    if slots.dim() != 2:
-        raise ValueError(f"{name}: lists must be [lists, slots], not {tuple(slots.shape)}")
-    lists = tuple(slots.shape)
+    lists, shape = tuple(slots.shape), rows.shape
+    if len(lists) != 2:
+        raise ValueError(f"{name}: lists must be [lists, slots], not {lists}")
     if index.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name}: an index must be int64 or int32, not {index.dtype}")
     if rows.is_neg() or totals.is_neg():
         raise ValueError(f"{name}: a lazy negative view must be resolved first")
-    if not index.is_contiguous() or tuple(index.shape) not in (lists, rows.shape[:1]):
+    if not index.is_contiguous() or tuple(index.shape) not in (lists, shape[:1]):
         raise ValueError(f"{name}: the index must be contiguous for {lists[0]} lists of {lists[1]}, not "
                          f"{tuple(index.shape)} by {index.stride()}")  # fmt: skip
     wide = wide_type(name, rows.dtype, totals.dtype, True, True)
     assert wide is not None
-    if weights is not None and (weights.dtype is not wide or tuple(weights.shape) != lists):
+    if weights is not None and (weights.dtype is not wide or weights.shape != lists):
         raise ValueError(f"{name}: weights must be {wide} {list(lists)}, not {weights.dtype} {list(weights.shape)}")
     if weights is not None and lists[1] > 1 and weights.stride(1) != 1:
         raise ValueError(f"{name}: the weights of a list must be contiguous, not strided by {weights.stride()}")
     if not lists[1]:
         raise ValueError(f"{name}: lists of no slots")
     for x in (rows, totals):
-        if x.dim() != 2 or x.shape[1] != rows.shape[1] or (x.shape[1] > 1 and len(x) and x.stride(1) != 1):
+        if x.dim() != 2 or x.shape[1] != shape[1] or (x.stride(1) != 1 and shape[1] > 1 and x.shape[0]):
             raise ValueError(f"{name}: rows must be contiguous and equally long, not {tuple(rows.shape)} by "
                              f"{rows.stride()} and {tuple(totals.shape)} by {totals.stride()}")  # fmt: skip
-    if len(totals) != lists[0]:
+    if totals.shape[0] != lists[0]:
         raise ValueError(f"{name}: {lists[0]} lists do not fit {tuple(totals.shape)}")
-    return ListedRows(len(slots), slots.shape[1], len(rows), rows.shape[1], wide)
+    return ListedRows(*lists, shape[0], shape[1], wide)

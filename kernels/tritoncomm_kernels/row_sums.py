@@ -62,6 +62,7 @@ def _sum_rows_kernel(
     in_lists, mask = i < count, (i < count) & (c < row)
     index_ptr = index_at.to(tl.pointer_type(INDEX)) + i.to(tl.int64) * SLOTS
     weights_ptr = weights_at.to(tl.pointer_type(WIDE)) + i.to(tl.int64) * stride_weights
+    acc = tl.full([BLOCK_ROWS, BLOCK_COLS], 0, WIDE)
     for slot in tl.static_range(SLOTS):
         source = tl.load(index_ptr + slot, mask=in_lists, other=-1).to(tl.int64)
         is_row = (source >= 0) & (source < limit)
@@ -69,10 +70,7 @@ def _sum_rows_kernel(
         part = widen(tl.load(rows_ptr + offset, mask=mask & is_row, other=0), WIDE)
         if HAS_WEIGHTS:
             part *= tl.load(weights_ptr + slot, mask=in_lists & is_row, other=0)
-        if slot == 0:
-            acc = part
-        else:
-            acc += part
+        acc += part
     out_ptr += (i.to(tl.int64) * stride_out + c) * VEC + element
     tl.store(out_ptr, narrow(acc, out_ptr.dtype.element_ty), mask=mask)
 
@@ -170,8 +168,8 @@ def _dot_rows_kernel(
 def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor) -> int:
     """Add up rows by lists of indices: ``out[i] = w[i, 0] * x[index[i, 0]] + w[i, 1] * x[index[i, 1]] + ...``.
 
-    The sum is fp32 (fp64 if either side is fp64) in the order of the list, rounded once at the store. An index that is
-    no row of ``x``, negative ones included, adds nothing and reads nothing. The indices are read on the device.
+    The sum is fp32 (fp64 if either side is fp64), from +0 in the order of the list, rounded once at the store. An index
+    that is no row of ``x``, negative ones included, adds nothing and reads nothing. The indices are read on the device.
 
     Args:
         x: ``[rows, row]``, every row contiguous, any stride between rows.
@@ -307,7 +305,7 @@ def _run(
         check_place(name, first, x)
     device, (limit, count) = first.get_device(), limits
     # All numbers have to be whole units, as every row starts with one.
-    strides = [x.stride(0) if len(x) > 1 else lists.row for x in tensors]
+    strides = [x.stride(0) if x.shape[0] > 1 else lists.row for x in tensors]
     small, large = sorted((first.itemsize, second.itemsize))
     aligned = math.gcd((first.data_ptr() | second.data_ptr()) & 15 or 16, 16)
     vec = math.gcd(16 // small if aligned == 16 else max(aligned // large, 1), lists.row, *strides)

@@ -89,9 +89,9 @@ def draw_of(routing: Routing, rank: int) -> Drawn:
 
 
 def _added(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Parts in the wide type, in order, rounded once."""
-    total = parts[0]
-    for part in parts[1:]:
+    """Parts in the wide type, from +0 in order, rounded once."""
+    total = torch.zeros_like(parts[0])
+    for part in parts:
         total = total + part
     return total.to(dtype)
 
@@ -187,7 +187,7 @@ def run_routing(group: ProcessGroup, routing: Routing) -> str:
         return f"problem: the experts' gradient is {mine.grad}, not {exact}"[:600]
     if world > 1:
         wide, bare = 8 if x.dtype is torch.float64 else 4, routing.hidden * x.itemsize
-        width = -(-(-(-bare // wide) * wide + routing.k * (wide + 4)) // 16) * 16  # weights and ids of 4 bytes
+        width = -(-(-(-bare // 8) * 8 + routing.k * (wide + 4)) // 16) * 16  # weights and ids of 4 bytes
         bare, rows = -(-bare // 16) * 16, _rows_sent(routing, rank)
         passes = 2 if routing.how == "checkpoint" else 1
         sent = {name: count.bytes_sent for (name, _), count in counted.items()}

@@ -147,12 +147,11 @@ def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
 def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor) -> int:
     wide = _wide(x, out)
     for i, places in enumerate(index.tolist()):
-        total: Any = None
+        total = np.zeros(x.shape[1], wide)
         for s, at in enumerate(places):
-            part = _numpy(x[at], wide) if 0 <= at < len(x) else np.zeros(x.shape[1], wide)
-            if weights is not None and 0 <= at < len(x):
-                part = part * _numpy(weights[i, s], wide)
-            total = part if total is None else total + part
+            if 0 <= at < len(x):
+                part = _numpy(x[at], wide)
+                total = total + (part if weights is None else part * _numpy(weights[i, s], wide))
         out[i] = torch.from_numpy(total).to(out.dtype)
     read = index.numel() * (x.shape[1] * x.itemsize + index.itemsize)
     return read + out.nbytes + (0 if weights is None else weights.nbytes)

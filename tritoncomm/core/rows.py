@@ -73,13 +73,13 @@ def to_ranks(tensors: Sequence[Tensor], routes: RowRoutes, group: ProcessGroup, 
     sent, received = sum(routes.send_counts), sum(routes.recv_counts)
     wire = _buffer(tensors[0], sent, width)
     buffer = _buffer(tensors[0], received + routes.local, width)
-    copied = 0
+    copied, (leaving, staying) = 0, routes.tokens.split((sent, routes.local))
     for x, column in zip(tensors, _views(wire, tensors, starts), strict=True):
-        copied += passes.gather_rows(x, routes.tokens[:sent], column)
-    started = _start(wire, buffer[:received], routes.send_counts, routes.recv_counts, group, span)
+        copied += passes.gather_rows(x, leaving, column)
     results = _views(buffer, tensors, starts)
+    started = _start(wire, buffer[:received], routes.send_counts, routes.recv_counts, group, span)
     for x, column in zip(tensors, results, strict=True):
-        copied += passes.gather_rows(x, routes.tokens[sent:], column[received:])
+        copied += passes.gather_rows(x, staying, column[received:])
     if started.work is not None:
         started.work.wait()
     span.end(path, copied, wire.nbytes)
@@ -113,7 +113,7 @@ def to_tokens(tensors: Sequence[Tensor], routes: RowRoutes, group: ProcessGroup,
         started.work.wait()
     results = []
     for x, column in zip(tensors, columns, strict=True):
-        results.append(x.new_empty(len(routes.index), x.shape[1]))
+        results.append(x.new_empty(routes.index.shape[0], x.shape[1]))
         copied += passes.sum_rows(column, routes.index, None, results[-1])
     span.end(path, copied, wire.nbytes)
     return results
@@ -135,10 +135,10 @@ class _WireRow(NamedTuple):
 
 
 def _columns(tensors: Sequence[Tensor]) -> _WireRow:
-    """Return the columns of a wire for rows of these tensors, each aligned to its elements, and rows to 16 bytes."""
+    """Return the columns of a wire for rows of these tensors, each aligned to 8 bytes, and rows to 16."""
     starts, width = [], 0
     for x in tensors:
-        starts.append(-(-width // x.itemsize) * x.itemsize)
+        starts.append(-(-width // 8) * 8)
         width = starts[-1] + x.shape[1] * x.itemsize
     return _WireRow(starts, -(-width // _ALIGNMENT) * _ALIGNMENT)
 

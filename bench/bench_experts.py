@@ -1,0 +1,355 @@
+"""Dispatch and combine on 2 and 4 real ranks, against the same exchange by hand and transformers' ``AllToAllEP``.
+
+Every row is forward and backward of a layer whose experts multiply elementwise, in CPU time of rank 0's thread; a row
+"with waits" is of its clock, in which it waits for bytes and for cores that the ranks share. Ranks meet at a barrier
+before each sample. "By hand" sends the same rows, one for each token and rank with ids and weights in its tail, by
+plain operators of torch in one ``autograd.Function`` each way. It checks, counts and names nothing, and its own rows go
+through the all-to-all. ``AllToAllEP`` sends a row for each pair of a token and an expert, and applies the weights
+behind its second exchange. Counted besides: the bytes that rank 0 sends to other ranks, forward and backward.
+
+The ranks talk through Gloo over loopback: nothing here says anything about NCCL or links between GPUs.
+``python bench/bench_experts.py`` prints the table; ``--json PATH`` writes it with versions.
+"""
+
+import importlib.util
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from bench.harness import Clock, Part, Row, Samples
+from bench.hosts import real_ranks, run_backward
+from bench.timing import quiet_host
+from tritoncomm.core import backend
+from tritoncomm.experts import combine, dispatch
+
+INNER, WARM_UP = 5, 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer on every rank; experts are drawn at random, all of a token differ.
+
+    Attributes:
+        waits: whether the time that rank 0 waits counts, too.
+    """
+
+    tokens: int
+    hidden: int
+    k: int
+    experts: int
+    world: int
+    waits: bool = False
+
+    @property
+    def label(self) -> str:
+        more = ", with waits" if self.waits else ""
+        return f"{self.tokens} tokens of {self.hidden}, {self.k} of {self.experts} experts, world {self.world}{more}"
+
+
+CASES = [
+    Case(64, 64, 2, 8, 2),
+    Case(64, 64, 8, 32, 2),
+    Case(64, 64, 8, 32, 4),
+    Case(512, 512, 8, 32, 4),
+    Case(512, 512, 8, 32, 4, waits=True),
+]
+
+
+def expert_rows(rows: Tensor, ids: Tensor, scales: Tensor) -> Tensor:
+    """The least that experts may be: every row times its expert's factors."""
+    return rows * scales[ids]
+
+
+@dataclass
+class Plan:
+    """An exchange by hand: rows to and from each rank, tokens of the sent rows, and places of each token's rows."""
+
+    send: list[int]
+    recv: list[int]
+    tokens: Tensor
+    places: Tensor
+    is_row: Tensor
+
+
+def planned(ids: Tensor, experts: int, group: ProcessGroup) -> tuple[Plan, int]:
+    """Exchange the counts; return the plan, and the number of pairs for this rank."""
+    world, slots = group.size(), min(ids.shape[1], group.size())
+    owners = ids // (experts // world)
+    pairs = torch.zeros(world, dtype=torch.int64).scatter_add_(0, owners.view(-1), torch.ones_like(owners).view(-1))
+    ranks = owners.sort(1).values
+    ranks[:, 1:].masked_fill_(ranks[:, 1:] == ranks[:, :-1].clone(), world)
+    ranks = ranks.sort(1).values[:, :slots]
+    keys, order = ranks.reshape(-1).sort(stable=True)
+    rows = torch.searchsorted(keys, torch.arange(world + 1)).diff()
+    sent = torch.stack([rows, pairs], 1)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    sizes, arriving = torch.stack([sent, received]).tolist()
+    send, recv = [n for n, _ in sizes], [n for n, _ in arriving]
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order))).view(ranks.shape)
+    is_row = ranks < world
+    return Plan(send, recv, order[: sum(send)] // slots, places.masked_fill(~is_row, 0), is_row), sum(
+        n for _, n in arriving
+    )
+
+
+def to_ranks(plan: Plan, group: ProcessGroup, *tensors: Tensor) -> list[Tensor]:
+    """One all-to-all of the tensors' rows side by side, as bytes."""
+    wire = torch.cat([x.index_select(0, plan.tokens).view(torch.uint8) for x in tensors], 1)
+    received = wire.new_empty(sum(plan.recv), wire.shape[1])
+    dist.all_to_all_single(received, wire, plan.recv, plan.send, group=group)
+    columns = received.split([x.shape[1] * x.itemsize for x in tensors], 1)
+    return [column.view(x.dtype) for column, x in zip(columns, tensors, strict=True)]
+
+
+def to_tokens(plan: Plan, group: ProcessGroup, *tensors: Tensor) -> list[Tensor]:
+    """Rows back by one all-to-all, and the sum of each token's rows."""
+    wire = torch.cat([x.view(torch.uint8) for x in tensors], 1) if len(tensors) > 1 else tensors[0].view(torch.uint8)
+    received = wire.new_empty(sum(plan.send), wire.shape[1])
+    dist.all_to_all_single(received, wire, plan.send, plan.recv, group=group)
+    sums = []
+    for column, x in zip(received.split([x.shape[1] * x.itemsize for x in tensors], 1), tensors, strict=True):
+        parts = column.view(x.dtype)[plan.places].float()
+        total, *others = parts.masked_fill_(~plan.is_row[:, :, None], 0).unbind(1)
+        for part in others:
+            total += part
+        sums.append(total.to(x.dtype))
+    return sums
+
+
+class ToRanks(torch.autograd.Function):
+    """Rows, weights and ids to the ranks; the gradients of rows and weights back."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.plan, ctx.group, ctx.ints = plan, group, len(tensors) - 2
+        return tuple(to_ranks(plan, group, *tensors))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_weights: Tensor, *rest: Tensor) -> tuple[Tensor | None, ...]:
+        sums = to_tokens(ctx.plan, ctx.group, grad.contiguous(), grad_weights.contiguous())
+        return None, None, *sums, *[None] * ctx.ints
+
+
+class ToTokens(torch.autograd.Function):
+    """Parts of rows back to their tokens, and added up; gradients to the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, group: ProcessGroup, y: Tensor) -> Tensor:
+        ctx.plan, ctx.group = plan, group
+        return to_tokens(plan, group, y.contiguous())[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, to_ranks(ctx.plan, ctx.group, grad)[0]
+
+
+class Gather(torch.autograd.Function):
+    """Rows of pairs; gradients of one row's pairs are added up in order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sources: Tensor, places: Tensor, is_pair: Tensor) -> Tensor:
+        ctx.save_for_backward(places, is_pair)
+        return rows.index_select(0, sources)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        places, is_pair = ctx.saved_tensors
+        total, *others = grad[places].float().masked_fill_(~is_pair[:, :, None], 0).unbind(1)
+        for part in others:
+            total += part
+        return total.to(grad.dtype), None, None, None
+
+
+class Sum(torch.autograd.Function):
+    """The weighted sum of each row's pairs, in order."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor, places: Tensor, is_pair: Tensor, pairs: Tensor) -> Tensor:
+        ctx.save_for_backward(y, weights, pairs)
+        parts = y[places].float() * weights[:, :, None]
+        total, *others = parts.masked_fill_(~is_pair[:, :, None], 0).unbind(1)
+        for part in others:
+            total += part
+        return total.to(y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        y, weights, pairs = ctx.saved_tensors
+        rows = grad.index_select(0, pairs // weights.shape[1]).float()
+        grad_weights = torch.zeros_like(weights)
+        grad_weights.view(-1)[pairs] = (rows * y.float()).sum(1)
+        return (rows * weights.reshape(-1)[pairs, None]).to(y.dtype), grad_weights, None, None, None
+
+
+def by_hand(x: Tensor, ids: Tensor, weights: Tensor, scales: Tensor, case: Case, group: ProcessGroup) -> Tensor:
+    plan, pairs = planned(ids, case.experts, group)
+    rows, row_weights, row_ids = ToRanks.apply(plan, group, x, weights, ids.int())
+    number = case.experts // case.world
+    local = row_ids - group.rank() * number
+    keys = torch.where((local >= 0) & (local < number), local, number)
+    ordered, order = keys.view(-1).sort(stable=True)
+    chosen = order[:pairs]
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order))).view(keys.shape)
+    is_pair = keys < number
+    places = places.masked_fill(~is_pair, 0)
+    gathered = Gather.apply(rows, chosen // case.k, places, is_pair)
+    results = expert_rows(gathered, ordered[:pairs], scales)
+    return ToTokens.apply(plan, group, Sum.apply(results, row_weights, places, is_pair, chosen))
+
+
+def ours(x: Tensor, ids: Tensor, weights: Tensor, scales: Tensor, case: Case, group: ProcessGroup) -> Tensor:
+    dispatched = dispatch(x, ids, weights, case.experts, group)
+    rows, counts = dispatched.by_expert()
+    numbers = torch.arange(len(counts)).repeat_interleave(counts, output_size=len(rows))
+    return combine(dispatched.summed(expert_rows(rows, numbers, scales)), dispatched)
+
+
+def layer_of_transformers(scales: Tensor, case: Case, group: ProcessGroup) -> Callable[..., Tensor]:
+    """``AllToAllEP`` over the same experts."""
+    from transformers.distributed.expert_parallel import AllToAllEP
+
+    layer: Any = object.__new__(AllToAllEP)
+    layer.experts_forward = lambda rows, ids, weights: expert_rows(rows, ids[:, 0], scales) * weights
+    layer.num_local_experts = case.experts // case.world
+    layer.ep_mesh = SimpleNamespace(get_group=lambda: group, size=group.size)
+    layer.tp_mesh = SimpleNamespace(size=lambda: 1)
+    return lambda x, ids, weights: layer(x, ids, weights)
+
+
+def inputs_of(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, ids, weights, this rank's factors, and a gradient of the result."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(case.tokens, case.hidden, generator=generator).requires_grad_()
+    ids = torch.rand(case.tokens, case.experts, generator=generator).topk(case.k).indices
+    weights = torch.rand(case.tokens, case.k, generator=generator).requires_grad_()
+    scales = torch.randn(case.experts // case.world, case.hidden, generator=generator)
+    return x, ids, weights, scales, torch.randn(x.shape, generator=generator)
+
+
+def calls_of(case: Case, group: ProcessGroup) -> dict[str, Callable[[], list[Tensor]]]:
+    """Forward and backward of each provider: the result, and the gradients of tokens and weights."""
+    x, ids, weights, scales, gradient = inputs_of(case)
+    theirs = layer_of_transformers(scales, case, group)
+    forwards = {
+        "ours": lambda: ours(x, ids, weights, scales, case, group),
+        "by hand": lambda: by_hand(x, ids, weights, scales, case, group),
+        "transformers": lambda: theirs(x, ids, weights),
+    }
+
+    def both(forward: Callable[[], Tensor]) -> Callable[[], list[Tensor]]:
+        def call() -> list[Tensor]:
+            out = forward()
+            return [
+                out,
+                *run_backward((out,), (gradient,), False, False, (x, weights), True, accumulate_grad=False),
+            ]
+
+        return call
+
+    return {provider: both(forward) for provider, forward in forwards.items()}
+
+
+def sent_bytes(group: ProcessGroup, case: Case) -> dict[str, int]:
+    """Bytes that a step of ours and of transformers sends to other ranks."""
+    import transformers.distributed.expert_parallel as module
+
+    sent, start, plain = [0], backend.all_to_all, module.all_to_all_single
+    theirs = module.all_to_all_single_autograd
+
+    def count(x: Tensor, sizes: Any) -> None:
+        rows = list(sizes or [len(x) // case.world] * case.world)
+        sent[0] += (sum(rows) - rows[group.rank()]) * x.shape[1] * x.itemsize
+
+    def counted(out: Tensor, x: Tensor, recv: Any, send: Any, *rest: Any) -> Any:
+        count(x, send)
+        return start(out, x, recv, send, *rest)
+
+    def with_backward(x: Tensor, recv: Any, send: Any, *rest: Any) -> Any:
+        count(x, send)
+        count(x, recv)
+        return theirs(x, recv, send, *rest)
+
+    def single(out: Tensor, x: Tensor, **rest: Any) -> Any:
+        count(x, None)
+        return plain(out, x, **rest)
+
+    result, calls = {}, calls_of(case, group)
+    with (
+        mock.patch.object(backend, "all_to_all", counted),
+        mock.patch.multiple(module, all_to_all_single_autograd=with_backward, all_to_all_single=single),
+    ):
+        for provider in ("ours", "transformers"):
+            sent[0] = 0
+            calls[provider]()
+            result[provider] = sent[0]
+    return result
+
+
+def clock(group: ProcessGroup, case: Case, rounds: int) -> Samples:
+    """Microseconds of this thread for one call by provider; all ranks start a sample together."""
+    with warnings.catch_warnings(), quiet_host():
+        warnings.simplefilter("ignore")
+        order = list(calls_of(case, group).items())
+        inner, now = (1, time.perf_counter) if case.waits else (INNER, time.thread_time)
+        samples: Samples = {provider: [] for provider, _ in order}
+        for i in range(-WARM_UP, rounds):
+            for provider, call in order:
+                dist.barrier(group)
+                started = now()
+                for _ in range(inner):
+                    call()
+                if i >= 0:
+                    samples[provider].append((now() - started) / inner * 1e6)
+            order.reverse()
+    return samples
+
+
+def measure(case: Case, pool: Any, timer: Clock) -> Iterator[Row]:
+    """One row of all providers."""
+    sent = pool.run(sent_bytes, case, world=case.world)[0]
+
+    def sample() -> Samples:
+        return pool.run(clock, case, timer.rounds, world=case.world)[0]
+
+    yield timer.row(case.label, sample, mode=f"world {case.world}", sent=sent)
+
+
+def missing_transformers() -> str:
+    """Install command of transformers; empty where it is installed."""
+    return "" if importlib.util.find_spec("transformers") else "transformers is not installed: pip install transformers"
+
+
+def missed(row: Row) -> list[str]:
+    """Rows that send as many bytes as a row for each pair."""
+    sent = row["sent"]
+    return [] if sent["ours"] < sent["transformers"] else [f"{row['row']}: sends {sent}"]
+
+
+PART = Part(
+    name="experts",
+    unit="microseconds of a thread per call, forward and backward, Gloo over loopback",
+    cases=CASES,
+    measure=measure,
+    host=real_ranks,
+    missing=missing_transformers,
+    packages=("transformers",),
+    rounds=20,
+    peer="by hand",
+    targets=missed,
+)
+
+test_case = PART.test()
+
+if __name__ == "__main__":
+    sys.exit(PART.main())
