@@ -95,6 +95,7 @@ ORDER = {
         f"{SEGMENTS}::test_sums_of_integers",
         f"{SEGMENTS}::test_rows_that_segments_share_are_added_up",
         f"{ROWS}::test_rows_by_index",
+        "tests/kernels/test_row_sums.py::test_lists_of_rows",
         f"{ENTROPY}::test_statistics_and_gradient",
         f"{ENTROPY}::test_the_bound_of_both_kernels",
         f"{ENTROPY}::test_edges",

@@ -189,7 +189,7 @@ def _combine(g: Any, x: Tensor) -> Tensor:
     return experts.combine(x[:1].expand(sum(dispatched.counts), -1), dispatched)
 
 
-EXPERTS = {"dispatch": Row(_dispatch, **_ROWS), "combine": Row(_combine, **_ROWS)}
+EXPERTS = {"dispatch": Row(lambda g, x: _dispatch(g, x).rows, **_ROWS), "combine": Row(_combine, **_ROWS)}
 RECURRENT = {
     "by_heads": Row(
         lambda g, x, sizes=None: recurrent.by_heads(lambda y: y * 2, g)(x, sizes=sizes), **_HEADS,

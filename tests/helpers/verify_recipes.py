@@ -24,7 +24,7 @@ __all__ = ["FAULTS", "OF_TORCH", "RECIPES", "Fault", "run_in_job", "run_recipe",
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OF_TORCH = ("ddp", "fsdp2", "parallelize_module", "pipelining", "tensor_parallel")
-RECIPES = (*OF_TORCH, "transformers", "hybrid", "accelerate", "deepspeed")
+RECIPES = (*OF_TORCH, "transformers", "hybrid", "experts", "accelerate", "deepspeed")
 
 
 class Fault(NamedTuple):
@@ -68,6 +68,7 @@ FAULTS = (
         "transformers", "    ids =", "    model.model.norm.weight.register_hook(lambda grad: grad * world)\n    ids =",
         "model.norm", "times",
     ),
+    Fault("experts", "chunk(world)[rank]", "chunk(world)[0]", "", "input is no part"),
     Fault("accelerate", "backward(losses[-1])", "backward(losses[-1] / (2 if world > 1 else 1))", "3", "is 1/2"),
     Fault("accelerate", "loader = accelerator.prepare(", "_ = accelerator.prepare(", "", "times in one process"),
     Fault("deepspeed", "engine.backward(loss)", "engine.backward(loss * 2)", "3", "is 2 times"),

@@ -78,10 +78,6 @@ def _implementation() -> type:
 
         def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
-            # A kernel that exchanges tokens itself: ours would send them a second time.
-            kernel = getattr(getattr(experts, "config", None), "_experts_implementation", None)
-            if kernel == "deepgemm_megamoe":
-                raise UnsupportedError(f"{NAME}: experts of {kernel} exchange their tokens themselves")
             self.group, self.shared = ep_mesh.get_group(), tp_mesh.get_group()
 
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
