@@ -19,6 +19,7 @@ from leftovers import nothing_left
 
 from tritoncomm import MismatchError, PeerError, debug, variables
 from tritoncomm import mappings as m
+from tritoncomm.experts import combine, dispatch
 from tritoncomm.p2p import P2PCommunicator
 from tritoncomm.reshard import Layout, reshard
 from tritoncomm.ulysses import UlyssesAttention
@@ -127,6 +128,31 @@ def _attention_backward(group: Any, rank: int, kind: str) -> None:
     out.sum().backward()
 
 
+def _experts(group: Any, rank: int, kind: str, between: bool = False) -> None:
+    """The victim does not come to a dispatch, or to the combine after it."""
+    ids = torch.arange(WORLD).expand(8, WORLD)
+    for step in range(100):
+        if rank == VICTIM and step == 3 and not between:
+            _fault(kind)
+        dispatched = dispatch(torch.ones(8, 16), ids, torch.ones(8, WORLD), WORLD, group)
+        if rank == VICTIM and step == 3:
+            _fault(kind)
+        combine(dispatched.rows, dispatched)
+
+
+def _combine(group: Any, rank: int, kind: str) -> None:
+    _experts(group, rank, kind, between=True)
+
+
+def _experts_backward(group: Any, rank: int, kind: str) -> None:
+    x, ids = torch.ones(8, 16, requires_grad=True), torch.arange(WORLD).expand(8, WORLD)
+    dispatched = dispatch(x, ids, torch.ones(8, WORLD), WORLD, group)
+    out = combine(dispatched.rows, dispatched)
+    if rank == VICTIM:
+        out = _Faulty.apply(out, kind)
+    out.sum().backward()
+
+
 def _replicas(group: Any, rank: int, kind: str) -> None:
     parameters = list(torch.nn.Linear(4, 4).requires_grad_(False).parameters())
     for x in parameters:
@@ -147,6 +173,9 @@ PLACES: dict[str, tuple[Any, tuple[str, ...], str]] = {
     "to-others": (_to_others, ("reshard: ",), "ranks [0, 1, 2]"),
     "attention": (_attention, ("UlyssesAttention: ",), "ranks [0, 1, 2]"),
     "attention-backward": (_attention_backward, ("UlyssesAttention.backward: ",), "ranks [0, 1, 2]"),
+    "dispatch": (_experts, ("dispatch: ", "combine: "), "ranks [0, 1, 2]"),
+    "combine": (_combine, ("combine: ",), "ranks [0, 1, 2]"),
+    "experts-backward": (_experts_backward, ("combine.backward: ",), "ranks [0, 1, 2]"),
     "replicas": (_replicas, ("check_replicas: ",), "ranks [0, 1, 2]"),
 }
 
@@ -185,7 +214,7 @@ def _survive(tmp_path: Path, kind: str, place: str, check: bool = False) -> None
         assert name == "PeerError" or check
 
 
-@pytest.mark.parametrize("place", ["collective", "hop"])
+@pytest.mark.parametrize("place", ["collective", "hop", "dispatch"])
 def test_a_rank_that_is_killed_ends_the_job_in_time(tmp_path: Path, place: str) -> None:
     _survive(tmp_path, "kill", place)
 
