@@ -347,9 +347,11 @@ def test_strange_tensors(group: ProcessGroup) -> None:
     torch.testing.assert_close(x.grad[:, 0], drawn.weights.sum(1))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(8)  # a group that some ranks alone make would shift torch's names
 def test_a_group_that_was_destroyed(group: ProcessGroup) -> None:
     other = dist.new_group([0, 1])
+    if group.rank() > 1:
+        return
     drawn = draw_of(routing_of(2), group.rank())
     assert isinstance(other, ProcessGroup)
     x = drawn.x.requires_grad_()

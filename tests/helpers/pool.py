@@ -109,6 +109,7 @@ class Pool:
         self._size, self._backend, self._gpus, self._limit = size, backend, gpus, limit
         self._env = {"TRITON_INTERPRET": "0" if gpus else "1", **(env or {})}
         self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._groups: dict[int, int] = {}
         self._store: Any = None
         self._stacks: tempfile.TemporaryDirectory[str] | None = None
         self.started = 0
@@ -138,7 +139,7 @@ class Pool:
             process.join()
         if self._stacks:
             self._stacks.cleanup()
-        self._workers = []
+        self._workers, self._groups = [], {}
         self._store = self._stacks = None
 
     def _start(self) -> None:
@@ -185,7 +186,7 @@ class Pool:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 try:
-                    good, value = pickle.loads(connection.recv_bytes())
+                    good, value, self._groups[rank] = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError):
                     self._workers[rank][0].join(GRACE_SECONDS)
                     good, value = False, f"died with exit code {self._workers[rank][0].exitcode}"
@@ -195,6 +196,9 @@ class Pool:
                     problems[rank] = value
                     end = min(end, time.monotonic() + GRACE_SECONDS)
         problems |= {rank: f"did not answer\n{self._stack(rank)}" for rank in waiting.values()}
+        if not problems and len(set(self._groups.values())) > 1:
+            # Torch names a group by its number, and would wait for ever for the ranks that call it by another name.
+            problems = {rank: f"made {count} groups in all" for rank, count in self._groups.items()}
         if problems:
             self.stop()  # the ranks no longer agree on what comes next
             alike: dict[str, list[int]] = {}
@@ -243,9 +247,10 @@ def _work(
         groups = {ranks: dist.new_group(list(ranks), timeout=limit) for ranks in lists if max(ranks) < size}
         groups.setdefault(tuple(range(size)), dist.group.WORLD)
     except BaseException:
-        connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        connection.send_bytes(pickle.dumps((False, traceback.format_exc(), 0)))
         return
-    connection.send_bytes(pickle.dumps((True, None)))
+    torchs = dist.distributed_c10d._world
+    connection.send_bytes(pickle.dumps((True, None, torchs.group_count)))
     while True:
         try:
             ranks, module, name, args = pickle.loads(connection.recv_bytes())
@@ -255,8 +260,9 @@ def _work(
             function = getattr(importlib.import_module(module), name)
             if "tritoncomm" in sys.modules:
                 sys.modules["tritoncomm"].destroy()  # what an earlier function may have left initialized
-            answer = pickle.dumps((True, function(groups[ranks], *args)))
+            result = function(groups[ranks], *args)
+            answer = pickle.dumps((True, result, torchs.group_count))
         except BaseException:
-            answer = pickle.dumps((False, traceback.format_exc()))
+            answer = pickle.dumps((False, traceback.format_exc(), 0))
         connection.send_bytes(answer)
     os._exit(0)  # the peers may be gone already: nothing to say goodbye to
