@@ -251,7 +251,7 @@ class Dispatched:
         """
         if type(alignment) is not int or alignment < 1:
             raise ArgumentError(f"by_expert: alignment must be a positive int, not {alignment!r}")
-        self._lists = lists = _sorted_pairs(self.experts, self._routing, alignment)
+        self._lists = lists = _sorted_pairs(self._ids, self._routing, alignment)
         return ExpertRows(_ScaleRows.apply(lists, "by_expert", self._buffer, None), lists.counts)
 
     @outside_graphs
@@ -398,26 +398,26 @@ def _route(experts: Tensor, num_experts: int, group: ProcessGroup, name: str) ->
     """Find the rows for each rank, exchange their numbers, and wait for these on the host."""
     world, rank, (tokens, k) = group.size(), group.rank(), experts.shape
     local = num_experts // world
-    owners = torch.div(experts, local, rounding_mode="floor").long().clamp_(-1, world)
-    # Counts of pairs by rank; the first and the last one are of ids out of range.
-    pairs = owners.new_zeros(world + 2)
-    pairs.scatter_add_(0, (owners + 1).view(-1), owners.new_ones(tokens * k))
-    wrong = pairs[:1] + pairs[-1:]
+    # Ids out of range are of rank ``world``: -1 is that modulo ``world + 1``.
+    owners = torch.div(experts, local, rounding_mode="floor").long().clamp_(-1, world).remainder_(world + 1)
+    pairs = owners.new_zeros(world + 1).scatter_add_(0, owners.reshape(-1), owners.new_ones(tokens * k))
+    pairs, wrong = pairs.split_with_sizes((world, 1))
     if world == 1:
         _raise_if_wrong(wrong.tolist(), num_experts, group, name)
         return _Routing(None, group, (tokens,), tokens * k, 0, local)
     # The ranks of each token, in order and each once; ``world + 1`` is none.
     ordered = owners.sort(1).values
-    repeated = ordered[:, 1:] == ordered[:, :-1]
-    ordered[:, 1:].masked_fill_(repeated, world + 1)
-    ranks = ordered.sort(1).values[:, : min(k, world)]
+    others = ordered[:, 1:]
+    others.masked_fill_(others == ordered[:, :-1], world + 1)
+    if k > world:
+        ordered = ordered.sort(1).values[:, :world]
     # Rows by rank, with those of this rank behind the others.
-    keys = ranks.reshape(-1).masked_fill(ranks.reshape(-1) == rank, world)
-    keys, order = keys.sort(stable=True)
-    bounds = torch.searchsorted(keys, torch.arange(world + 2, device=keys.device))
-    rows = bounds[1:] - bounds[:-1]
-    rows[rank] = rows[world]
-    sent = torch.stack([rows[:world], pairs[1:-1], wrong.expand(world)], 1)
+    ranks = ordered.reshape(-1)
+    keys, order = ranks.masked_fill(ranks == rank, world).sort(stable=True)
+    rows = torch.searchsorted(keys, torch.arange(world + 2, device=keys.device)).diff()
+    rows, staying = rows.split_with_sizes((world, 1))
+    rows[rank : rank + 1] = staying
+    sent = torch.stack([rows, pairs, wrong.expand(world)], 1)
     received = exchange_counts(sent, group, name)
     sizes, arriving = torch.stack([sent, received]).tolist()  # the host waits
     _raise_if_wrong([count for _, _, count in arriving], num_experts, group, name)
@@ -426,8 +426,8 @@ def _route(experts: Tensor, num_experts: int, group: ProcessGroup, name: str) ->
     send, recv = ([count for count, *_ in side] for side in (sizes, arriving))
     send[rank] = recv[rank] = 0
     places = torch.arange(order.shape[0], device=order.device)
-    index = torch.empty_like(order).scatter_(0, order, places).view(ranks.shape)
-    moved = torch.div(order[: sum(send) + local_rows], ranks.shape[1], rounding_mode="floor")
+    index = torch.empty_like(order).scatter_(0, order, places).view(ordered.shape)
+    moved = torch.div(order[: sum(send) + local_rows], ordered.shape[1], rounding_mode="floor")
     routes = RowRoutes(tuple(send), tuple(recv), local_rows, moved, index)
     return _Routing(routes, group, counts, sum([count for _, count, _ in arriving]), rank * local, local)
 
@@ -440,12 +440,14 @@ def _raise_if_wrong(counts: Sequence[int], num_experts: int, group: ProcessGroup
         raise ShapeError(f"{name}: experts must be from 0 to {num_experts - 1}; {wrong} that are not")
 
 
-def _sorted_pairs(experts: Tensor, routing: _Routing, alignment: int) -> _Lists:
-    """Sort the pairs of rows and experts of this rank by expert; ids of experts elsewhere are -1."""
-    (rows, slots), number = experts.shape, routing.experts
-    keys, order = experts.reshape(-1).masked_fill(experts.reshape(-1) < 0, number).sort(stable=True)
+def _sorted_pairs(ids: Tensor, routing: _Routing, alignment: int) -> _Lists:
+    """Sort the pairs of rows and experts of this rank by expert."""
+    (rows, slots), number = ids.shape, routing.experts
+    # Experts elsewhere are number ``number``: -1 is that modulo ``number + 1``.
+    local = (ids - routing.first).clamp_(-1, number).remainder_(number + 1)
+    keys, order = local.reshape(-1).sort(stable=True)
     bounds = torch.searchsorted(keys, torch.arange(number + 1, device=keys.device, dtype=keys.dtype))
-    counts, pairs = bounds[1:] - bounds[:-1], order[: routing.pairs]
+    counts, pairs = bounds.diff(), order[: routing.pairs]
     places = torch.arange(order.shape[0], device=order.device)
     if alignment == 1:
         index = torch.empty_like(order).scatter_(0, order, places)

@@ -12,7 +12,6 @@ from torch import Tensor
 from tritoncomm_kernels.dtypes import wide_type
 
 Ints = tuple[int, ...]
-RowsLayout = tuple[torch.dtype, Ints, Ints, bool]  # dtype, shape, stride, whether a lazy bit is set
 MAX_PARTS = 64
 DOT_LANES = 1024  # partial sums of a dot product, by the element modulo this: the order of addition follows from it
 
@@ -144,34 +143,30 @@ class IndexedRows:
     moved: int
 
 
-def rows_layout_of(x: Tensor) -> RowsLayout:
-    """Return a tensor's arguments of ``indexed_rows``: dtype, shape, stride, and whether a lazy bit is set."""
-    return x.dtype, x.shape, x.stride(), x.is_conj() or x.is_neg()
-
-
-def indexed_rows(name: str, x: RowsLayout, index: RowsLayout, out: RowsLayout) -> IndexedRows:
+def indexed_rows(name: str, x: Tensor, index: Tensor, out: Tensor) -> IndexedRows:
     """Check that ``gather_rows`` or ``scatter_rows`` can copy rows of ``x`` to ``out`` by this index."""
-    (dtype, shape, stride, lazy), (out_dtype, out_shape, out_stride, out_lazy) = x, out
-    kind, index_shape, index_stride, _ = index
+    dtype, shape, stride = x.dtype, x.shape, x.stride()
+    out_dtype, out_shape, out_stride = out.dtype, out.shape, out.stride()
+    kind, index_shape = index.dtype, index.shape
     if dtype is not out_dtype or kind not in (torch.int64, torch.int32):
         raise TypeError(f"{name}: {dtype} by {kind} to {out_dtype}: one dtype, and an index of int64 or int32")
-    if lazy or out_lazy:
+    if x.is_conj() or x.is_neg() or out.is_conj() or out.is_neg():
         raise ValueError(f"{name}: a lazy conjugate or negative view must be resolved first")
-    if len(index_shape) != 1 or (index_shape[0] > 1 and index_stride[0] != 1):
-        raise ValueError(f"{name}: the index must be flat and contiguous, not {tuple(index_shape)} by {index_stride}")
-    # ``far`` is the indexed tensor. A layout is (dtype, shape, stride, lazy).
-    (far, near) = (x, out) if name == "gather_rows" else (out, x)
+    if len(index_shape) != 1 or (index_shape[0] > 1 and index.stride(0) != 1):
+        raise ValueError(f"{name}: the index must be flat and contiguous, not {tuple(index_shape)} by {index.stride()}")
+    (far, near) = (x, out) if name == "gather_rows" else (out, x)  # ``far`` is the indexed tensor
     count, row = index_shape[0], math.prod(shape[1:])
-    if not shape or shape[1:] != out_shape[1:] or len(out_shape) != len(shape) or near[1][0] != count:
+    if not shape or shape[1:] != out_shape[1:] or len(out_shape) != len(shape) or near.shape[0] != count:
         raise ValueError(f"{name}: {count} rows of {tuple(shape)} do not fit into {tuple(out_shape)}")
     for each, strides in ((shape, stride), (out_shape, out_stride)):
         if row and each[0] and strides[1:] != (1,) and not is_contiguous(each[1:], strides[1:]):
             raise ValueError(f"{name}: every row must be contiguous, not {tuple(each)} by {strides}")
     if row and out_shape[0] > 1 and out_stride[0] < row:
         raise ValueError(f"{name}: rows {out_stride[0]} elements apart overlap in out {tuple(out_shape)}")
-    stride_far, stride_near = (layout[2][0] if layout[1][0] > 1 else row for layout in (far, near))
+    limit = far.shape[0]
+    stride_far, stride_near = far.stride(0) if limit > 1 else row, near.stride(0) if count > 1 else row
     moved = count * (2 * row * dtype.itemsize + kind.itemsize) if row else 0
-    return IndexedRows(count, far[1][0], row, stride_far, stride_near, dtype.itemsize, moved)
+    return IndexedRows(count, limit, row, stride_far, stride_near, dtype.itemsize, moved)
 
 
 @dataclass(frozen=True)

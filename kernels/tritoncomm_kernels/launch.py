@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -80,6 +80,7 @@ class Launch:
     """A call of a kernel, prepared for any pointers and any scale.
 
     Attributes:
+        grid: number of programs where a call gives none.
         kernel: the ``triton.jit`` function: ``(first_ptr, second_ptr, scale, *more, *arguments, *constants)``, with a
             ``table_ptr`` after the first two if there is a table, and ``more`` as every call gives them.
         types: element types the kernel sees behind the two pointers.
@@ -101,14 +102,19 @@ class Launch:
     resident: "Table | None" = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if torch.version.hip:
-            fits(self.kernel.__name__, (), self.grid * self.num_warps * lanes_of(self.device))
+        self.check_grid(self.grid)
         self.tail = (*self.arguments, *self.constants.values())
 
-    def __call__(self, first: Tensor, second: Tensor, scale: float, *more: int) -> None:
-        """Launch on the current stream of the tensors' device."""
+    def check_grid(self, grid: int) -> None:
+        """Reject more programs than a launch may have."""
+        if torch.version.hip:
+            fits(self.kernel.__name__, (), grid * self.num_warps * lanes_of(self.device))
+
+    def __call__(self, first: Tensor, second: Tensor, scale: float, *more: int, grid: int = 0) -> None:
+        """Launch on the current stream of the tensors' device, by default with the prepared number of programs."""
+        grid = grid or self.grid
         if not is_direct(self.device):
-            self._launch_checked(first, second, scale, more)
+            self._launch_checked(first, second, scale, more, grid)
             return
         # Triton compiles an int and a float argument to different kernels.
         kind = scale.__class__
@@ -116,7 +122,7 @@ class Launch:
             self.variants[kind] = self._find_variant(scale, more)
         variant = self.variants[kind]
         if variant is None:
-            self._launch_checked(first, second, scale, more)
+            self._launch_checked(first, second, scale, more, grid)
             return
         stream = _current_stream(self.device)  # pyright: ignore[reportOptionalCall]
         if self.table is None:
@@ -125,9 +131,9 @@ class Launch:
             table_ptr = self.table_for(stream).data_ptr()
             arguments = (first.data_ptr(), second.data_ptr(), table_ptr, scale, *more, *self.tail)
         if variant.packed:
-            variant.run(self.grid, 1, 1, stream, *variant.fixed, arguments)
+            variant.run(grid, 1, 1, stream, *variant.fixed, arguments)
         else:
-            variant.run(self.grid, 1, 1, stream, *variant.fixed, *arguments)
+            variant.run(grid, 1, 1, stream, *variant.fixed, *arguments)
 
     def table_for(self, stream: int) -> Tensor:
         """Return the table on the device, for the current stream of the current device."""
@@ -159,13 +165,13 @@ class Launch:
             compiled = compiled.result()
         return _entry(compiled)
 
-    def _launch_checked(self, first: Tensor, second: Tensor, scale: float, more: tuple[int, ...]) -> None:
+    def _launch_checked(self, first: Tensor, second: Tensor, scale: float, more: tuple[int, ...], grid: int) -> None:
         """Launch as Triton does, by ``kernel[grid](...)``: in the interpreter too."""
         with _quiet() if INTERPRETED else torch.cuda.device(self.device):
             pointers = [triton.reinterpret(x, TRITON_TYPE[t]) for x, t in zip((first, second), self.types, strict=True)]
             if self.table is not None:
                 pointers.append(self.table_for(stream_of(self.device)))
-            self.kernel[(self.grid,)](
+            self.kernel[(grid,)](
                 *(*pointers, scale, *more, *self.arguments),
                 **self.constants,
                 num_warps=self.num_warps,
@@ -193,7 +199,7 @@ def _entry(compiled: Any) -> Variant | None:
 
 def launched(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Launch as Triton does, on the device of the first argument; Triton specialises integers by their values."""
-    check_place(kernel.__name__, arguments[0], arguments[0])
+    check_place(kernel.__name__, arguments[0])
     device = arguments[0].get_device()
     with _quiet() if INTERPRETED else torch.cuda.device(device):
         kernel[grid](*arguments, **constants, enable_fp_fusion=False)
@@ -260,13 +266,28 @@ def tile_on(
     return tile
 
 
-@lru_cache(maxsize=1024)
-def tile_of_rows(device: int, unit_bytes: int, rows: int, row_bytes: int) -> Config:
-    """Return the tile of rows by indices: unpack's without a device's tuned table.
+class RowsPlan(NamedTuple):
+    """A launch over rows, whose numbers come with every call: they may be new in each.
 
-    Args:
-        rows: their number, as the next power of two: numbers that are new in every call need no entry each.
+    Attributes:
+        rows: number of rows of a program.
+        blocks: programs side by side in a row.
     """
+
+    launch: Launch
+    rows: int
+    blocks: int
+
+    def grid(self, name: str, rows: int, row: int) -> int:
+        """Return the number of programs for ``rows`` rows of ``row`` elements."""
+        grid = -(-rows // self.rows) * self.blocks
+        fits(name, (rows, row, grid))
+        self.launch.check_grid(grid)
+        return grid
+
+
+def tile_of_rows(unit_bytes: int, rows: int, row_bytes: int) -> Config:
+    """Return the tile of rows by indices: unpack's without a device's tuned table."""
     # Addresses wait for the index, as unpack's wait for the wire.
     return tile_on(-1, "unpack", unit_bytes, rows, row_bytes, addresses_are_long=True)
 
@@ -277,14 +298,16 @@ def wire_order_tile(device: int, unit_bytes: int) -> Config:
     return Config(1, nbytes, 4)
 
 
-def check_place(name: str, first: Tensor, second: Tensor) -> None:
+def check_place(name: str, *tensors: Tensor) -> None:
     """Reject tensors no kernel can reach: on two devices, lazy views, or CPU tensors without the interpreter."""
-    if first.device != second.device:
-        raise ValueError(f"{name}: tensors are on {first.device} and {second.device}")
-    if first.is_neg() or second.is_neg() or first.is_conj() or second.is_conj():
-        raise ValueError(f"{name}: a lazy conjugate or negative view must be resolved first")
-    if not first.is_cuda and not INTERPRETED:
-        raise RuntimeError(f"{name}: {first.device} tensors need a GPU or TRITON_INTERPRET=1")
+    device = tensors[0].device
+    for x in tensors:
+        if x.device != device:
+            raise ValueError(f"{name}: tensors are on {device} and {x.device}")
+        if x.is_neg() or x.is_conj():
+            raise ValueError(f"{name}: a lazy conjugate or negative view must be resolved first")
+    if not tensors[0].is_cuda and not INTERPRETED:
+        raise RuntimeError(f"{name}: {device} tensors need a GPU or TRITON_INTERPRET=1")
 
 
 def fits(name: str, numbers: Iterable[int], threads: int = 0) -> None:

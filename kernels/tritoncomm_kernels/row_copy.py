@@ -2,6 +2,7 @@
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
 import math
+from functools import lru_cache
 
 import torch
 import triton
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from tritoncomm_kernels.address import _divide
 from tritoncomm_kernels.config import power_of_two
-from tritoncomm_kernels.geometry import IndexedRows, indexed_rows, rows_layout_of
-from tritoncomm_kernels.launch import TRITON_TYPE, Launch, check_place, fits, tile_of_rows
+from tritoncomm_kernels.geometry import indexed_rows
+from tritoncomm_kernels.launch import TRITON_TYPE, Launch, RowsPlan, check_place, tile_of_rows
 
 __all__ = ["gather_rows", "scatter_rows"]
 
@@ -106,33 +107,31 @@ def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
 def _run(name: str, indices: tuple[Tensor], x: Tensor, out: Tensor) -> int:
     """Launch one call, and return the bytes read plus written; see ``gather_rows``."""
     (index,) = indices
-    check_place(name, x, out)
-    check_place(name, x, index)
-    layouts = rows_layout_of(x), rows_layout_of(index), rows_layout_of(out)
-    rows = indexed_rows(name, *layouts)
-    if rows.count and rows.row:
+    check_place(name, x, out, index)
+    rows = indexed_rows(name, x, index, out)
+    count, size = rows.count, rows.itemsize
+    if count and rows.row:
         far, near = (x, out) if name == "gather_rows" else (out, x)
-        launch = _launch(name, x.get_device(), (x.data_ptr() | out.data_ptr()) & 15, rows, index.dtype)
-        launch(far, near, 1.0, index.data_ptr())
+        # Both strides and the row have to be whole units, as every row starts with one.
+        alignment, row_bytes = (x.data_ptr() | out.data_ptr()) & 15 or 16, rows.row * size
+        stride_far, stride_near = rows.stride_far * size, rows.stride_near * size
+        unit = math.gcd(alignment, 16, row_bytes, stride_far, stride_near)
+        plan = _plan(name, x.get_device(), unit, row_bytes, power_of_two(count), index.dtype)
+        numbers = rows.limit, stride_far // unit, stride_near // unit, count, row_bytes // unit, plan.blocks
+        plan.launch(far, near, 1.0, index.data_ptr(), *numbers, grid=plan.grid(name, count, rows.row))
     return rows.moved
 
 
-def _launch(name: str, device: int, alignment: int, rows: IndexedRows, index: torch.dtype) -> Launch:
-    """Prepare a call. Its number of rows may be new in every step, so that it is not cached."""
-    size = rows.itemsize
-    # Both strides and the row have to be whole units, as every row starts with one.
-    unit = math.gcd(alignment or 16, 16, rows.row * size, rows.stride_far * size, rows.stride_near * size)
+@lru_cache(maxsize=1024)
+def _plan(name: str, device: int, unit: int, row_bytes: int, count: int, index: torch.dtype) -> RowsPlan:
+    """Prepare calls over about ``count`` rows of units, a power of two: each number would need an entry of its own."""
     element = min(unit, 8)
-    tile = tile_of_rows(device, unit, power_of_two(rows.count), rows.row * size)
+    tile = tile_of_rows(unit, count, row_bytes)
     vec, block_cols = unit // element, max(tile.block_cols, unit) // element
-    row = rows.row * size // unit
-    blocks = -(-row // (block_cols // vec))
-    grid = -(-rows.count // tile.block_rows) * blocks
-    fits(name, (rows.count, row, grid))
-    numbers = (rows.limit, rows.stride_far * size // unit, rows.stride_near * size // unit, rows.count, row, blocks)
     constants = dict(
         INDEX=TRITON_TYPE[index], SCATTER=name == "scatter_rows", VEC=vec, BLOCK_ROWS=tile.block_rows,
         BLOCK_COLS=block_cols,
     )  # fmt: skip
     types = (_INTEGERS[element], _INTEGERS[element])
-    return Launch(_rows_kernel, device, grid, types, numbers, constants, tile.num_warps)
+    launch = Launch(_rows_kernel, device, 1, types, (), constants, tile.num_warps)
+    return RowsPlan(launch, tile.block_rows, -(-row_bytes // unit // (block_cols // vec)))

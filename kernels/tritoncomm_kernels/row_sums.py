@@ -15,16 +15,16 @@ No kernel adds atomically, and every order of addition is fixed: equal calls giv
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tritoncomm_kernels.address import _divide
-from tritoncomm_kernels.config import Config, lanes_of, power_of_two
+from tritoncomm_kernels.config import lanes_of, power_of_two
 from tritoncomm_kernels.geometry import DOT_LANES, ListedRows, listed_rows
-from tritoncomm_kernels.launch import INTERPRETED, TRITON_TYPE, Launch, check_place, fits, tile_of_rows
+from tritoncomm_kernels.launch import INTERPRETED, TRITON_TYPE, Launch, RowsPlan, check_place, tile_of_rows
 from tritoncomm_kernels.numerics import narrow, widen
 
 __all__ = ["dot_rows", "scale_rows", "sum_rows"]
@@ -195,8 +195,7 @@ def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor) -> i
     limit, count = lists.count, lists.lists
     if count and lists.row:
         addressed = (index,) if weights is None else (index, weights)
-        constants = {"INDEX": TRITON_TYPE[index.dtype], "SLOTS": lists.slots, "HAS_WEIGHTS": weights is not None}
-        _run("sum_rows", addressed, _sum_rows_kernel, lists, (x, out), (limit, count), weights, constants)
+        _run("sum_rows", addressed, lists, (x, out), (limit, count), weights)
     moved = index.numel() * (lists.row * x.itemsize + index.itemsize) + out.nbytes
     return moved + (0 if weights is None else weights.nbytes)
 
@@ -230,8 +229,7 @@ def scale_rows(x: Tensor, pair: Tensor, weights: Tensor, out: Tensor) -> int:
     if not limit:
         out.zero_()
     elif count and lists.row:
-        constants = {"INDEX": TRITON_TYPE[pair.dtype], "SLOTS": lists.slots}
-        _run("scale_rows", (pair, weights), _scale_rows_kernel, lists, (x, out), (limit, count), weights, constants)
+        _run("scale_rows", (pair, weights), lists, (x, out), (limit, count), weights)
     return count * (lists.row * (x.itemsize + out.itemsize) + pair.itemsize + weights.itemsize)
 
 
@@ -263,37 +261,24 @@ def dot_rows(x: Tensor, y: Tensor, pair: Tensor, out: Tensor) -> int:
     if not out.is_contiguous():
         raise ValueError(f"dot_rows: out must be contiguous, not strided by {out.stride()}")
     if lists.count and lists.row and out.numel():
-        _run("dot_rows", (pair, out), _dot_rows_kernel, lists, (x, y), (out.numel(), lists.count), None,
-             {"INDEX": TRITON_TYPE[pair.dtype], "SLOTS": lists.slots})  # fmt: skip
+        _run("dot_rows", (pair, out), lists, (x, y), (out.numel(), lists.count), None)
     elif not lists.row:
         out.view(-1)[pair[(pair >= 0) & (pair < out.numel())].long()] = 0
     return lists.count * (lists.row * (x.itemsize + y.itemsize) + pair.itemsize + out.itemsize)
 
 
-@lru_cache(maxsize=1024)
-def _tile_of_sums(device: int, unit_bytes: int, rows: int, row_bytes: int) -> Config:
-    """Return the tile of a sum: one access of every thread of 4 warps, which has a load for each slot in flight."""
-    # Eight loads of 16 bytes by every thread suffice for the memory's latency, and take a third of the registers of a
-    # copy's tile.
-    tile = tile_of_rows(device, unit_bytes, rows, row_bytes)
-    if INTERPRETED:
-        return tile
-    nbytes = max(unit_bytes, 4) * 4 * lanes_of(device)
-    cols = min(power_of_two(row_bytes), nbytes)
-    return Config(max(min(nbytes // cols, rows), 1), cols, 4)
+_KERNELS = {"sum_rows": _sum_rows_kernel, "scale_rows": _scale_rows_kernel, "dot_rows": _dot_rows_kernel}
 
 
 def _run(
     name: str,
     addressed: Sequence[Tensor],
-    kernel: Any,
     lists: ListedRows,
     tensors: tuple[Tensor, Tensor],
     limits: tuple[int, int],
     weights: Tensor | None,
-    constants: dict[str, Any],
 ) -> None:
-    """Launch one call. Its numbers of rows may be new in every step, so that no plan of it is cached.
+    """Launch one call.
 
     Args:
         addressed: tensors whose addresses are integers for the kernel: the index, and weights or their place.
@@ -301,30 +286,53 @@ def _run(
         limits: number of rows or places that an index may name, and number of lists or rows to write.
     """
     first, second = tensors
-    for x in (second, *addressed):
-        check_place(name, first, x)
-    device, (limit, count) = first.get_device(), limits
+    check_place(name, first, second, *addressed)
+    limit, count = limits
     # All numbers have to be whole units, as every row starts with one.
     strides = [x.stride(0) if x.shape[0] > 1 else lists.row for x in tensors]
     small, large = sorted((first.itemsize, second.itemsize))
     aligned = math.gcd((first.data_ptr() | second.data_ptr()) & 15 or 16, 16)
     vec = math.gcd(16 // small if aligned == 16 else max(aligned // large, 1), lists.row, *strides)
-    numbers = [limit, *(step // vec for step in strides)]
-    constants |= {"WIDE": TRITON_TYPE[lists.wide], "VEC": vec}
-    if kernel is _dot_rows_kernel:
-        numbers, grid, warps = [*numbers, lists.row // vec], count, _DOT_THREADS // lanes_of(device)
-        constants["LANES"] = min(DOT_LANES, power_of_two(lists.row))
-    else:
-        tile_of = _tile_of_sums if kernel is _sum_rows_kernel else tile_of_rows
-        tile = tile_of(device, vec * small, power_of_two(count), lists.row * small)
-        cols = max(tile.block_cols // small, vec)
-        blocks = -(-lists.row // cols)
-        grid, warps = -(-count // tile.block_rows) * blocks, tile.num_warps
-        stride_weights = 0 if weights is None else weights.stride(0)
-        numbers += [stride_weights, count, lists.row // vec, blocks]
-        constants |= {"BLOCK_ROWS": tile.block_rows, "BLOCK_COLS": cols}
-    fits(name, (count, lists.row, grid))
-    order = [name for name in kernel.arg_names if name.isupper()]
-    constants = {name: constants[name] for name in order}
-    launch = Launch(kernel, device, grid, (first.dtype, second.dtype), tuple(numbers), constants, warps)
-    launch(first, second, 1.0, addressed[0].data_ptr(), addressed[-1].data_ptr())
+    types, shape = (first.dtype, second.dtype, lists.wide, addressed[0].dtype), (lists.slots, lists.row, vec)
+    plan = _plan(name, first.get_device(), types, shape, power_of_two(count), weights is not None)
+    row: tuple[int, ...] = (lists.row // vec,)
+    if name != "dot_rows":
+        row = 0 if weights is None else weights.stride(0), count, *row, plan.blocks
+    numbers = addressed[0].data_ptr(), addressed[-1].data_ptr(), limit, strides[0] // vec, strides[1] // vec, *row
+    plan.launch(first, second, 1.0, *numbers, grid=plan.grid(name, count, lists.row))
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    name: str,
+    device: int,
+    types: tuple[torch.dtype, ...],
+    shape: tuple[int, int, int],
+    count: int,
+    has_weights: bool,
+) -> RowsPlan:
+    """Prepare calls over about ``count`` rows, a power of two: each number would need an entry of its own.
+
+    Args:
+        types: behind the two pointers, of the arithmetic, of the index.
+        shape: slots of a list, elements of a row, elements of a unit.
+    """
+    kernel, (*pointers, wide, index), (slots, row, vec) = _KERNELS[name], types, shape
+    small = min(dtype.itemsize for dtype in pointers)
+    tile, lanes = tile_of_rows(vec * small, count, row * small), min(DOT_LANES, power_of_two(row))
+    rows, cols, warps = tile.block_rows, max(tile.block_cols // small, vec), tile.num_warps
+    if name == "dot_rows":
+        rows, cols, warps = 1, row, _DOT_THREADS // lanes_of(device)
+    elif name == "sum_rows" and not INTERPRETED:
+        # A thread has a load for each slot in flight: eight of 16 bytes suffice for the memory's latency, and take a
+        # third of the registers of a copy's tile.
+        nbytes = max(vec * small, 4) * 4 * lanes_of(device)
+        cols = min(power_of_two(row * small), nbytes)
+        rows, cols, warps = max(min(nbytes // cols, count), 1), max(cols // small, vec), 4
+    constants = {
+        "INDEX": TRITON_TYPE[index], "SLOTS": slots, "HAS_WEIGHTS": has_weights, "WIDE": TRITON_TYPE[wide], "VEC": vec,
+        "LANES": lanes, "BLOCK_ROWS": rows, "BLOCK_COLS": cols,
+    }  # fmt: skip
+    constants = {name: constants[name] for name in kernel.arg_names if name.isupper()}
+    launch = Launch(kernel, device, 1, (pointers[0], pointers[1]), (), constants, warps)
+    return RowsPlan(launch, rows, -(-row // cols))

@@ -15,7 +15,6 @@ from tritoncomm_kernels.geometry import (
     geometry_of,
     indexed_rows,
     listed_rows,
-    rows_layout_of,
 )
 from tritoncomm_kernels.segments import (
     PADDING,
@@ -174,27 +173,29 @@ def copy_segments(tensors: Sequence[Tensor], targets: Sequence[Tensor], copies: 
 
 def gather_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
     """``out[i] = x[index[i]]``, zeros where there is no such row; see ``tritoncomm_kernels.gather_rows``."""
-    rows = indexed_rows("gather_rows", rows_layout_of(x), rows_layout_of(index), rows_layout_of(out))
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return gather_rows(x, index, out)
+    rows = indexed_rows("gather_rows", x, index, out)
     if not rows.moved:
         return 0
-    with torch.no_grad():
-        if not rows.limit:
-            out.zero_()
+    if not rows.limit:
+        out.zero_()
+        return rows.moved
+    x, out = _as_integers(x), _as_integers(out)
+    if not x.is_cuda:
+        with suppress(IndexError):  # of an index that is no row: a search for one takes five operators
+            torch.index_select(x, 0, index, out=out)
             return rows.moved
-        x, out = _as_integers(x), _as_integers(out)
-        if not x.is_cuda:
-            with suppress(IndexError):  # of an index that is no row: a search for one takes five operators
-                torch.index_select(x, 0, index, out=out)
-                return rows.moved
-        is_row = (index >= 0) & (index < rows.limit)
-        out.copy_(x.index_select(0, torch.where(is_row, index, 0)))
-        out.masked_fill_((~is_row).view(-1, *(1 for _ in out.shape[1:])), 0)
+    is_row = (index >= 0) & (index < rows.limit)
+    out.copy_(x.index_select(0, torch.where(is_row, index, 0)))
+    out.masked_fill_((~is_row).view(-1, *(1 for _ in out.shape[1:])), 0)
     return rows.moved
 
 
 def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
     """``out[index[i]] = x[i]``, left out where there is no such row; see ``tritoncomm_kernels.scatter_rows``."""
-    rows = indexed_rows("scatter_rows", rows_layout_of(x), rows_layout_of(index), rows_layout_of(out))
+    rows = indexed_rows("scatter_rows", x, index, out)
     if not rows.moved:
         return 0
     with torch.no_grad():
@@ -211,14 +212,15 @@ def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor) -> i
     lists = listed_rows("sum_rows", x, out, index, weights, index)
     for sources, factors, total in _blocks(lists.slots * lists.row, index, weights, out):
         is_row = (sources >= 0) & (sources < lists.count)
-        parts = x.index_select(0, sources[is_row]).to(lists.wide)
+        places = is_row.view(-1).nonzero().view(-1)  # once: a mask as an index searches them again
+        parts = x.index_select(0, sources.view(-1).index_select(0, places)).to(lists.wide)
         if factors is not None:
-            parts *= factors[is_row].unsqueeze(1)
+            parts *= factors.reshape(-1, 1).index_select(0, places)
         if x.is_cuda:  # where index_add_ adds atomically
             wide = torch.segment_reduce(parts, "sum", lengths=is_row.sum(1), axis=0, unsafe=True, initial=0)
         else:  # in order, a row at a time: a tenth of the time of segment_reduce
             wide = total.zero_() if total.dtype is lists.wide else parts.new_zeros(total.shape)
-            wide.index_add_(0, is_row.nonzero()[:, 0], parts)
+            wide.index_add_(0, places // lists.slots, parts)
         if wide is not total:
             total.copy_(_narrowed(wide, out.dtype))
     moved = index.numel() * (lists.row * x.itemsize + index.itemsize) + out.nbytes
@@ -255,8 +257,9 @@ def dot_rows(x: Tensor, y: Tensor, pair: Tensor, out: Tensor) -> int:
         total, *blocks = products.view(-1, steps, lanes).unbind(1) if steps else (products.view(-1, lanes),)
         for block in blocks:
             total += block
-        while total.shape[1] > 1:
-            total = total[:, 0::2] + total[:, 1::2]
+        while (half := total.shape[1] // 2) > 0:
+            even, odd = total.view(-1, half, 2).unbind(2)
+            total = even + odd
         out.view(-1).index_copy_(0, places.long(), total.view(-1) + 0.0)  # a sum begins with +0
     return lists.count * (lists.row * (x.itemsize + y.itemsize) + pair.itemsize + out.itemsize)
 

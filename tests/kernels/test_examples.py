@@ -40,10 +40,9 @@ from tritoncomm_kernels.cross_entropy import (
     _weighted,
 )
 from tritoncomm_kernels.cross_entropy import _sum as _sum_terms
-from tritoncomm_kernels.launch import TRITON_TYPE, Launch
+from tritoncomm_kernels.launch import Launch
 from tritoncomm_kernels.numerics import converted, multiply, narrow, widen
 from tritoncomm_kernels.reduction import _reduce_kernel, _total
-from tritoncomm_kernels.row_copy import _rows_kernel
 from tritoncomm_kernels.row_sums import _add, _folded
 from tritoncomm_kernels.segment_kernel import _walk
 from tritoncomm_kernels.segments import layouts_of
@@ -464,23 +463,15 @@ def _(shown: Shown) -> None:
 
 @example("row_copy._rows_kernel")
 def _(shown: Shown) -> None:
-    far = shown.tensor([[1, 2], [3, 4]])
+    far, rows = shown.tensor([[1, 2], [3, 4]]), shown.tensor([[5, 6], [7, 8], [9, 10]])
 
-    def run(name: str, x: Tensor, index: list[int], out: Tensor, programs: int) -> Tensor:
-        constants = {
-            "INDEX": TRITON_TYPE[torch.int64], "SCATTER": name == "scatter_rows", "VEC": 1, "BLOCK_ROWS": 2,
-            "BLOCK_COLS": 2,
-        }  # fmt: skip
-        numbers = (2, 2, 2, 3, 2, 1)  # limit, both strides, count, row, blocks
-        launch = Launch(_rows_kernel, x.get_device(), programs, (torch.int8, torch.int8), numbers, constants, 4)
-        with mock.patch.object(row_copy, "_launch", return_value=launch):
-            rows = (len(index), 2) if name == "gather_rows" else (2, 2)
-            row_copy._run(name, (shown.tensor(index, torch.int64),), x, out.view(rows))
-        return out
+    def run(call: Callable[[Tensor, Tensor, Tensor], int], x: Tensor, index: list[int], out: Tensor) -> None:
+        # Rows an odd number of bytes apart are copied by units of a byte.
+        apart = torch.nn.functional.pad(x, (0, 1))[:, :2]
+        call(apart, shown.tensor(index, torch.int64), out.view(-1, 2))
 
-    rows = shown.tensor([[5, 6], [7, 8], [9, 10]])
-    shown.programs(2, lambda programs: run("gather_rows", far, [1, -1, 1], shown.out(6), programs))
-    shown.programs(2, lambda programs: run("scatter_rows", rows, [1, -1, 0], shown.out(4), programs))
+    _first_programs(shown, 6, row_copy, 2, lambda out: run(row_copy.gather_rows, far, [1, -1, 1], out), torch.int8)
+    _first_programs(shown, 4, row_copy, 2, lambda out: run(row_copy.scatter_rows, rows, [1, -1, 0], out), torch.int8)
 
 
 @example("row_sums._sum_rows_kernel")
@@ -509,18 +500,30 @@ def _(shown: Shown) -> None:
 
 
 def _listed(shown: Shown, size: int, call: Callable[[Tensor], int], rows: int = 1) -> None:
+    _first_programs(shown, size, row_sums, rows, call, torch.float32)
+
+
+def _first_programs(
+    shown: Shown, size: int, module: Any, rows: int, call: Callable[[Tensor], Any], dtype: torch.dtype
+) -> None:
     """Show the two programs of a launch over tiles of so many rows, of two columns."""
+    launch_all = Launch.__call__
 
     def run(programs: int) -> Tensor:
-        out = shown.out(size, torch.float32)
+        out = shown.out(size, dtype)
 
-        def first_programs(kernel: Any, device: int, grid: int, *arguments: Any) -> Launch:
-            return Launch(kernel, device, min(grid, programs), *arguments)
+        def launch(prepared: Launch, *arguments: Any, grid: int) -> None:
+            launch_all(prepared, *arguments, grid=min(grid, programs))
 
         def tile(*arguments: Any) -> Config:
-            return Config(rows, 8, 4)
+            return Config(rows, 2 * dtype.itemsize, 4)
 
-        with mock.patch.multiple(row_sums, Launch=first_programs, tile_of_rows=tile, _tile_of_sums=tile):
+        plan = module._plan.__wrapped__  # a cache would have the ordinary tiles
+        with (
+            mock.patch.object(Launch, "__call__", launch),
+            mock.patch.multiple(module, tile_of_rows=tile, _plan=plan),
+            mock.patch.object(row_sums, "INTERPRETED", True),  # whose tiles are not other ones
+        ):
             call(out)
         return out
 

@@ -73,17 +73,17 @@ def to_ranks(tensors: Sequence[Tensor], routes: RowRoutes, group: ProcessGroup, 
     sent, received = sum(routes.send_counts), sum(routes.recv_counts)
     wire = _buffer(tensors[0], sent, width)
     buffer = _buffer(tensors[0], received + routes.local, width)
-    copied, (leaving, staying) = 0, routes.tokens.split((sent, routes.local))
+    arriving, kept = buffer.split_with_sizes((received, routes.local))
+    copied, (leaving, staying) = 0, routes.tokens.split_with_sizes((sent, routes.local))
     for x, column in zip(tensors, _views(wire, tensors, starts), strict=True):
         copied += passes.gather_rows(x, leaving, column)
-    results = _views(buffer, tensors, starts)
-    started = _start(wire, buffer[:received], routes.send_counts, routes.recv_counts, group, span)
-    for x, column in zip(tensors, results, strict=True):
-        copied += passes.gather_rows(x, staying, column[received:])
+    started = _start(wire, arriving, routes.send_counts, routes.recv_counts, group, span)
+    for x, column in zip(tensors, _views(kept, tensors, starts), strict=True):
+        copied += passes.gather_rows(x, staying, column)
     if started.work is not None:
         started.work.wait()
     span.end(path, copied, wire.nbytes)
-    return results
+    return _views(buffer, tensors, starts)
 
 
 def to_tokens(tensors: Sequence[Tensor], routes: RowRoutes, group: ProcessGroup, span: Span) -> list[Tensor]:
@@ -95,24 +95,24 @@ def to_tokens(tensors: Sequence[Tensor], routes: RowRoutes, group: ProcessGroup,
     path, passes = row_passes(tensors[0])
     starts, width = _columns(tensors)
     sent, received = sum(routes.recv_counts), sum(routes.send_counts)
-    copied = 0
+    parts, copied = [x.split_with_sizes((sent, routes.local)) for x in tensors], 0
     if len(tensors) == 1 and tensors[0].is_contiguous() and tensors[0].shape[1] * tensors[0].itemsize == width:
-        wire = tensors[0][:sent].view(torch.uint8)
+        wire = parts[0][0].view(torch.uint8)
     else:
         wire = _buffer(tensors[0], sent, width)
-        for x, column in zip(tensors, _views(wire, tensors, starts), strict=True):
-            column.copy_(x[:sent])
-            copied += 2 * column.nbytes
+        for (leaving, _), column in zip(parts, _views(wire, tensors, starts), strict=True):
+            column.copy_(leaving)
+            copied += 2 * leaving.nbytes
     buffer = _buffer(wire, received + routes.local, width)
-    started = _start(wire, buffer[:received], routes.recv_counts, routes.send_counts, group, span)
-    columns = _views(buffer, tensors, starts)
-    for x, column in zip(tensors, columns, strict=True):
-        column[received:].copy_(x[sent:])
-        copied += 2 * column[received:].nbytes
+    arriving, kept = buffer.split_with_sizes((received, routes.local))
+    started = _start(wire, arriving, routes.recv_counts, routes.send_counts, group, span)
+    for (_, staying), column in zip(parts, _views(kept, tensors, starts), strict=True):
+        column.copy_(staying)
+        copied += 2 * staying.nbytes
     if started.work is not None:
         started.work.wait()
     results = []
-    for x, column in zip(tensors, columns, strict=True):
+    for x, column in zip(tensors, _views(buffer, tensors, starts), strict=True):
         results.append(x.new_empty(routes.index.shape[0], x.shape[1]))
         copied += passes.sum_rows(column, routes.index, None, results[-1])
     span.end(path, copied, wire.nbytes)
@@ -150,6 +150,10 @@ def _buffer(like: Tensor, rows: int, width: int) -> Tensor:
 
 def _views(wire: Tensor, tensors: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
     """Return the columns of each tensor as views of a wire."""
-    return [
-        wire[:, start : start + x.shape[1] * x.itemsize].view(x.dtype) for x, start in zip(tensors, starts, strict=True)
-    ]
+    views = []
+    for x, start in zip(tensors, starts, strict=True):
+        typed = wire.view(x.dtype)
+        if typed.shape[1] != x.shape[1]:
+            typed = typed.narrow(1, start // x.itemsize, x.shape[1])
+        views.append(typed)
+    return views
