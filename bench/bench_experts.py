@@ -7,7 +7,10 @@ plain operators of torch in one ``autograd.Function`` each way. It checks, count
 through the all-to-all. ``AllToAllEP`` sends a row for each pair of a token and an expert, and applies the weights
 behind its second exchange. Counted besides: the bytes that rank 0 sends to other ranks, forward and backward.
 
-The ranks talk through Gloo over loopback: nothing here says anything about NCCL or links between GPUs.
+The ranks talk through Gloo over loopback: nothing here says anything about NCCL or links between GPUs. A row "on a stub
+GPU" is the host's part of the way that runs on a GPU: Triton's launcher starts our kernels over a stub driver, which
+runs nothing, and a group that moves nothing answers at once. The operators of torch, all of those by hand, run on the
+CPU, on so few values that they take about as long as a launch.
 ``python bench/bench_experts.py`` prints the table; ``--json PATH`` writes it with versions.
 """
 
@@ -17,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,9 +30,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from bench import bench_launch
 from bench.harness import Clock, Part, Row, Samples
-from bench.hosts import real_ranks, run_backward
-from bench.timing import quiet_host
+from bench.hosts import helpers, no_op_group, real_ranks, run_backward
+from bench.timing import interleaved, quiet_host
+from tritoncomm import experts
 from tritoncomm.core import backend
 from tritoncomm.experts import combine, dispatch
 
@@ -41,6 +47,7 @@ class Case:
 
     Attributes:
         waits: whether the time that rank 0 waits counts, too.
+        is_stub: whether kernels are launched into nothing, and nothing moves.
     """
 
     tokens: int
@@ -49,10 +56,11 @@ class Case:
     experts: int
     world: int
     waits: bool = False
+    is_stub: bool = False
 
     @property
     def label(self) -> str:
-        more = ", with waits" if self.waits else ""
+        more = ", with waits" if self.waits else ", on a stub GPU" if self.is_stub else ""
         return f"{self.tokens} tokens of {self.hidden}, {self.k} of {self.experts} experts, world {self.world}{more}"
 
 
@@ -62,12 +70,27 @@ CASES = [
     Case(64, 64, 8, 32, 4),
     Case(512, 512, 8, 32, 4),
     Case(512, 512, 8, 32, 4, waits=True),
+    Case(64, 64, 2, 8, 2, is_stub=True),
+    Case(64, 64, 8, 32, 2, is_stub=True),
+    Case(64, 64, 8, 32, 4, is_stub=True),
+    Case(64, 64, 8, 64, 8, is_stub=True),
 ]
 
 
 def expert_rows(rows: Tensor, ids: Tensor, scales: Tensor) -> Tensor:
     """The least that experts may be: every row times its expert's factors."""
     return rows * scales[ids]
+
+
+def doubled_rows(rows: Tensor, counts: Tensor, scales: Tensor) -> Tensor:
+    """Experts on a stub GPU, where no counts are known."""
+    return rows * 2
+
+
+def rows_by_counts(rows: Tensor, counts: Tensor, scales: Tensor) -> Tensor:
+    """The experts, whose rows follow each other."""
+    numbers = torch.arange(len(counts)).repeat_interleave(counts, output_size=len(rows))
+    return expert_rows(rows, numbers, scales)
 
 
 @dataclass
@@ -204,15 +227,15 @@ def by_hand(x: Tensor, ids: Tensor, weights: Tensor, scales: Tensor, case: Case,
     is_pair = keys < number
     places = places.masked_fill(~is_pair, 0)
     gathered = Gather.apply(rows, chosen // case.k, places, is_pair)
-    results = expert_rows(gathered, ordered[:pairs], scales)
+    results = (doubled_rows if case.is_stub else expert_rows)(gathered, ordered[:pairs], scales)
     return ToTokens.apply(plan, group, Sum.apply(results, row_weights, places, is_pair, chosen))
 
 
 def ours(x: Tensor, ids: Tensor, weights: Tensor, scales: Tensor, case: Case, group: ProcessGroup) -> Tensor:
     dispatched = dispatch(x, ids, weights, case.experts, group)
     rows, counts = dispatched.by_expert()
-    numbers = torch.arange(len(counts)).repeat_interleave(counts, output_size=len(rows))
-    return combine(dispatched.summed(expert_rows(rows, numbers, scales)), dispatched)
+    results = (doubled_rows if case.is_stub else rows_by_counts)(rows, counts, scales)
+    return combine(dispatched.summed(results), dispatched)
 
 
 def layer_of_transformers(scales: Tensor, case: Case, group: ProcessGroup) -> Callable[..., Tensor]:
@@ -240,12 +263,13 @@ def inputs_of(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 def calls_of(case: Case, group: ProcessGroup) -> dict[str, Callable[[], list[Tensor]]]:
     """Forward and backward of each provider: the result, and the gradients of tokens and weights."""
     x, ids, weights, scales, gradient = inputs_of(case)
-    theirs = layer_of_transformers(scales, case, group)
-    forwards = {
+    forwards: dict[str, Callable[[], Tensor]] = {
         "ours": lambda: ours(x, ids, weights, scales, case, group),
         "by hand": lambda: by_hand(x, ids, weights, scales, case, group),
-        "transformers": lambda: theirs(x, ids, weights),
     }
+    if not case.is_stub:
+        theirs = layer_of_transformers(scales, case, group)
+        forwards["transformers"] = lambda: theirs(x, ids, weights)
 
     def both(forward: Callable[[], Tensor]) -> Callable[[], list[Tensor]]:
         def call() -> list[Tensor]:
@@ -315,8 +339,35 @@ def clock(group: ProcessGroup, case: Case, rounds: int) -> Samples:
     return samples
 
 
+def clock_launches(case: Case, rounds: int) -> Samples:
+    """Microseconds of a call on a stub GPU; every rank has sent what this one sends."""
+    exchange_counts, all_to_all = experts.exchange_counts, dist.all_to_all_single
+
+    def own_counts(counts: Tensor, *arguments: Any) -> Tensor:
+        exchange_counts(counts, *arguments)
+        return counts.clone()
+
+    def copied(out: Tensor, x: Tensor, *sizes: Any, **options: Any) -> None:
+        all_to_all(out, x, *sizes, **options)
+        out.copy_(x)  # by hand an index of what nobody wrote would be refused
+
+    with (
+        helpers("fake_gpu.device").Device().current(runs=False),
+        no_op_group(case.world) as group,
+        mock.patch.object(experts, "exchange_counts", own_counts),
+        mock.patch.object(dist, "all_to_all_single", copied),
+        quiet_host(),
+    ):
+        calls = calls_of(case, group)
+        return dict(zip(calls, interleaved(list(calls.values()), rounds * 5, 1), strict=True))
+
+
 def measure(case: Case, pool: Any, timer: Clock) -> Iterator[Row]:
     """One row of all providers."""
+    if case.is_stub:
+        sample_launches = partial(clock_launches, case, timer.rounds)
+        yield timer.row(case.label, sample_launches, mode="stub GPU", limit=1.1, limit_with_spread=1.2)
+        return
     sent = pool.run(sent_bytes, case, world=case.world)[0]
 
     def sample() -> Samples:
@@ -325,14 +376,15 @@ def measure(case: Case, pool: Any, timer: Clock) -> Iterator[Row]:
     yield timer.row(case.label, sample, mode=f"world {case.world}", sent=sent)
 
 
-def missing_transformers() -> str:
-    """Install command of transformers; empty where it is installed."""
-    return "" if importlib.util.find_spec("transformers") else "transformers is not installed: pip install transformers"
+def missing() -> str:
+    """Install command of transformers, or what the stub driver lacks; empty where nothing does."""
+    found = importlib.util.find_spec("transformers")
+    return bench_launch.missing() if found else "transformers is not installed: pip install transformers"
 
 
 def missed(row: Row) -> list[str]:
     """Rows that send as many bytes as a row for each pair."""
-    sent = row["sent"]
+    sent = row.get("sent", {"ours": 0, "transformers": 1})
     return [] if sent["ours"] < sent["transformers"] else [f"{row['row']}: sends {sent}"]
 
 
@@ -342,7 +394,7 @@ PART = Part(
     cases=CASES,
     measure=measure,
     host=real_ranks,
-    missing=missing_transformers,
+    missing=missing,
     packages=("transformers",),
     rounds=20,
     peer="by hand",

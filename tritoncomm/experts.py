@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from tritoncomm import record
-from tritoncomm.core.autograd import direct, outside_graphs
+from tritoncomm.core.autograd import called, direct, outside_graphs
 from tritoncomm.core.call import enter
 from tritoncomm.core.plan import Ints, located
 from tritoncomm.core.rows import RowRoutes, exchange_counts, row_passes, to_ranks, to_tokens
@@ -67,7 +67,7 @@ class _SendRows(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        sums = _ReturnRows.apply(*_kept(ctx), None, *grads[: ctx.floats])
+        sums = called(_ReturnRows, *_kept(ctx), None, *grads[: ctx.floats])
         return None, None, None, None, *sums, *[None] * (len(grads) - ctx.floats)
 
 
@@ -85,7 +85,7 @@ class _ReturnRows(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, None, None, *_SendRows.apply(*_kept(ctx), None, *grads)
+        return None, None, None, None, *called(_SendRows, *_kept(ctx), None, *grads)
 
 
 def _keep(ctx: Any, routes: RowRoutes, group: ProcessGroup, names: tuple[str, str]) -> None:
@@ -124,8 +124,8 @@ class _SumRows(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         lists, y, weights = _saved(ctx)
-        grad_weights = None if weights is None else _DotRows.apply(lists, ctx.name, *grads, y)
-        return None, None, _ScaleRows.apply(lists, ctx.name, *grads, weights), grad_weights
+        grad_weights = None if weights is None else called(_DotRows, lists, ctx.name, *grads, y)
+        return None, None, called(_ScaleRows, lists, ctx.name, *grads, weights), grad_weights
 
 
 @direct
@@ -147,8 +147,8 @@ class _ScaleRows(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         lists, x, weights = _saved(ctx)
-        grad_weights = None if weights is None else _DotRows.apply(lists, ctx.name, x, *grads)
-        return None, None, _SumRows.apply(lists, ctx.name, *grads, weights), grad_weights
+        grad_weights = None if weights is None else called(_DotRows, lists, ctx.name, x, *grads)
+        return None, None, called(_SumRows, lists, ctx.name, *grads, weights), grad_weights
 
 
 @direct
@@ -166,7 +166,7 @@ class _DotRows(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         lists, x, y = _saved(ctx)
-        return None, None, _SumRows.apply(lists, ctx.name, y, *grads), _ScaleRows.apply(lists, ctx.name, x, *grads)
+        return None, None, called(_SumRows, lists, ctx.name, y, *grads), called(_ScaleRows, lists, ctx.name, x, *grads)
 
 
 def _save(ctx: Any, lists: _Lists, name: str, tensors: Sequence[Tensor]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -123,18 +124,17 @@ def check_parts(shape: Ints, stride: Ints, out_shape: Ints, out_stride: Ints) ->
         )
 
 
-@dataclass(frozen=True)
-class IndexedRows:
+class IndexedRows(NamedTuple):
     """``near[i] <-> far[index[i]]``, in elements.
 
     Attributes:
-        count: number of indices.
+        indices: their number.
         limit: number of rows of the indexed tensor.
         stride_far, stride_near: from one row to the next of the indexed tensor, and of the other.
         moved: bytes read plus written where every index is a row.
     """
 
-    count: int
+    indices: int
     limit: int
     row: int
     stride_far: int
@@ -169,19 +169,18 @@ def indexed_rows(name: str, x: Tensor, index: Tensor, out: Tensor) -> IndexedRow
     return IndexedRows(count, limit, row, stride_far, stride_near, dtype.itemsize, moved)
 
 
-@dataclass(frozen=True)
-class ListedRows:
+class ListedRows(NamedTuple):
     """Rows ``[rows, row]`` of a tensor in lists of ``slots`` places, in elements.
 
     Attributes:
         lists: number of lists.
-        count: number of rows of the tensor that the lists name, or that name them.
+        rows: number of rows of the tensor that the lists name, or that name them.
         wide: type of the arithmetic, also of the weights.
     """
 
     lists: int
     slots: int
-    count: int
+    rows: int
     row: int
     wide: torch.dtype
 

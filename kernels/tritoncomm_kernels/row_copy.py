@@ -109,7 +109,7 @@ def _run(name: str, indices: tuple[Tensor], x: Tensor, out: Tensor) -> int:
     (index,) = indices
     check_place(name, x, out, index)
     rows = indexed_rows(name, x, index, out)
-    count, size = rows.count, rows.itemsize
+    count, size = rows.indices, rows.itemsize
     if count and rows.row:
         far, near = (x, out) if name == "gather_rows" else (out, x)
         # Both strides and the row have to be whole units, as every row starts with one.

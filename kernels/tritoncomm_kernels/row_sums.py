@@ -192,7 +192,7 @@ def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor) -> i
     Traffic: reads index, weights and every indexed row once, writes ``out`` once.
     """
     lists = listed_rows("sum_rows", x, out, index, weights, index)
-    limit, count = lists.count, lists.lists
+    limit, count = lists.rows, lists.lists
     if count and lists.row:
         addressed = (index,) if weights is None else (index, weights)
         _run("sum_rows", addressed, lists, (x, out), (limit, count), weights)
@@ -225,7 +225,7 @@ def scale_rows(x: Tensor, pair: Tensor, weights: Tensor, out: Tensor) -> int:
     Traffic: reads pairs, weights and rows once for every pair, writes ``out`` once.
     """
     lists = listed_rows("scale_rows", out, x, pair, weights, weights)
-    limit, count = lists.lists * lists.slots, lists.count
+    limit, count = lists.lists * lists.slots, lists.rows
     if not limit:
         out.zero_()
     elif count and lists.row:
@@ -260,11 +260,11 @@ def dot_rows(x: Tensor, y: Tensor, pair: Tensor, out: Tensor) -> int:
     lists = listed_rows("dot_rows", y, x, pair, out, out)
     if not out.is_contiguous():
         raise ValueError(f"dot_rows: out must be contiguous, not strided by {out.stride()}")
-    if lists.count and lists.row and out.numel():
-        _run("dot_rows", (pair, out), lists, (x, y), (out.numel(), lists.count), None)
+    if lists.rows and lists.row and out.numel():
+        _run("dot_rows", (pair, out), lists, (x, y), (out.numel(), lists.rows), None)
     elif not lists.row:
         out.view(-1)[pair[(pair >= 0) & (pair < out.numel())].long()] = 0
-    return lists.count * (lists.row * (x.itemsize + y.itemsize) + pair.itemsize + out.itemsize)
+    return lists.rows * (lists.row * (x.itemsize + y.itemsize) + pair.itemsize + out.itemsize)
 
 
 _KERNELS = {"sum_rows": _sum_rows_kernel, "scale_rows": _scale_rows_kernel, "dot_rows": _dot_rows_kernel}

@@ -211,7 +211,7 @@ def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor) -> i
     """``out[i] = sum of weights[i, s] * x[index[i, s]]`` in the order of s; see ``tritoncomm_kernels.sum_rows``."""
     lists = listed_rows("sum_rows", x, out, index, weights, index)
     for sources, factors, total in _blocks(lists.slots * lists.row, index, weights, out):
-        is_row = (sources >= 0) & (sources < lists.count)
+        is_row = (sources >= 0) & (sources < lists.rows)
         places = is_row.view(-1).nonzero().view(-1)  # once: a mask as an index searches them again
         parts = x.index_select(0, sources.view(-1).index_select(0, places)).to(lists.wide)
         if factors is not None:
@@ -239,7 +239,7 @@ def scale_rows(x: Tensor, pair: Tensor, weights: Tensor, out: Tensor) -> int:
             target.copy_(_narrowed(scaled, out.dtype))
         else:
             target.zero_()[mask] = _narrowed(scaled, out.dtype).to(out.dtype)
-    return lists.count * (lists.row * (x.itemsize + out.itemsize) + pair.itemsize + weights.itemsize)
+    return lists.rows * (lists.row * (x.itemsize + out.itemsize) + pair.itemsize + weights.itemsize)
 
 
 def dot_rows(x: Tensor, y: Tensor, pair: Tensor, out: Tensor) -> int:
@@ -261,7 +261,7 @@ def dot_rows(x: Tensor, y: Tensor, pair: Tensor, out: Tensor) -> int:
             even, odd = total.view(-1, half, 2).unbind(2)
             total = even + odd
         out.view(-1).index_copy_(0, places.long(), total.view(-1) + 0.0)  # a sum begins with +0
-    return lists.count * (lists.row * (x.itemsize + y.itemsize) + pair.itemsize + out.itemsize)
+    return lists.rows * (lists.row * (x.itemsize + y.itemsize) + pair.itemsize + out.itemsize)
 
 
 class _PairRows(NamedTuple):

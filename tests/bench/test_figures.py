@@ -110,6 +110,14 @@ def orders() -> str:
     return span(found)
 
 
+def experts_ratios(case: str) -> str:
+    """Of a layer of 64 tokens: to an exchange by hand, on a stub GPU and on CPUs, and to transformers."""
+    ours, stub = (f"64 tokens of 64, {case}{where}" for where in ("", ", on a stub GPU"))
+    ratios = {row["row"]: row["ratio"] for row in rows("cpu", "experts.json")}
+    found = ratios[stub]["by hand"], ratios[ours]["by hand"], ratios[ours]["transformers"]
+    return " | ".join(f"{ratio:.2f}" for ratio in found)
+
+
 # By page: texts in which {} stands for what a function computes from committed files.
 CLAIMS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "README.md": [
@@ -135,6 +143,11 @@ CLAIMS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "sums.md": [
         ("{} of fp32's on two nodes of 8", lambda: between_nodes(16)),
         ("and {} on 64, or", lambda: between_nodes(512)),
+    ],
+    "experts.md": [
+        ("| 2, 2 of 8 | {} |", lambda: experts_ratios("2 of 8 experts, world 2")),
+        ("| 2, 8 of 32 | {} |", lambda: experts_ratios("8 of 32 experts, world 2")),
+        ("| 4, 8 of 32 | {} |", lambda: experts_ratios("8 of 32 experts, world 4")),
     ],
     "parallelize_module.md": [
         ("| tensor parallel | {} |", lambda: ratios("parallel", "tensor parallel", "torch")),

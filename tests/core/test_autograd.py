@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tritoncomm.core.autograd import direct
+from tritoncomm.core.autograd import called, direct
 
 
 @direct
@@ -70,6 +70,41 @@ def test_who_replaces_apply_sees_every_function(monkeypatch: pytest.MonkeyPatch)
     assert seen == [Scale]
     assert torch.equal(gradient(Scale), torch.full((3,), 2.0))
     assert seen == [Scale]
+
+
+class ByAny(torch.autograd.Function):
+    """x * factor, whose backward enters another function."""
+
+    nodes = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        ByAny.nodes += isinstance(ctx, torch.autograd.function.BackwardCFunction)
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        return called(ByAny, grad_output, ctx.factor), None
+
+
+def test_where_nothing_is_recorded_the_forward_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(3, requires_grad=True)
+    monkeypatch.setattr(ByAny, "nodes", 0)
+    (grad,) = torch.autograd.grad(called(ByAny, x, 3.0).square().sum(), x, create_graph=True)
+    assert torch.equal(torch.autograd.grad(grad.sum(), x)[0], torch.full((3,), 18.0))
+    assert ByAny.nodes == 2, "one of each forward, and none of the last backward"
+    with torch.no_grad():
+        assert torch.equal(called(ByAny, x, 3.0), torch.full((3,), 3.0))
+    assert ByAny.nodes == 2
+    apply: Any = torch.autograd.Function.apply
+    if not hasattr(apply, "__func__"):
+        return  # torch enters every function by itself
+    monkeypatch.setattr(torch.autograd.Function, "apply", classmethod(lambda cls, *given: apply.__func__(cls, *given)))
+    with torch.no_grad():
+        called(ByAny, x, 3.0)
+    assert ByAny.nodes == 3, "who replaced apply sees the call"
 
 
 def test_a_subclass_runs_its_own_code() -> None:

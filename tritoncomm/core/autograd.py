@@ -13,13 +13,14 @@ from torch.distributed import ProcessGroup
 from tritoncomm import record
 from tritoncomm.errors import GroupError
 
-__all__ = ["direct", "outside_graphs", "wants_grad", "without_graph"]
+__all__ = ["called", "direct", "outside_graphs", "wants_grad", "without_graph"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _base = torch.autograd.Function
 _transformed = torch._C._are_functorch_transforms_active
+_attributes, _torchs_apply = _base.__dict__, _base.__dict__["apply"]
 
 
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
@@ -82,16 +83,29 @@ def direct(cls: Any) -> Any:
     # replaced it, as checkers of types do, the ordinary one runs.
     # ``super(_base, cls)`` skips ``Function``, whose base class has the C++ entry.
     enter = super(_base, cls).apply  # pyright: ignore[reportAttributeAccessIssue]
-    attributes = _base.__dict__
-    torchs = attributes["apply"]
 
-    def apply(called: Any, *args: Any) -> Any:
-        if called is cls and attributes["apply"] is torchs and not _transformed():
+    def apply(entered: Any, *args: Any) -> Any:
+        if entered is cls and _attributes["apply"] is _torchs_apply and not _transformed():
             return enter(*args)
-        return super(cls, called).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
+        return super(cls, entered).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
 
     cls.apply = classmethod(apply)
     return cls
+
+
+class _NoContext:
+    """The context of a forward that no backward follows."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep nothing."""
+
+
+def called(function: Any, *arguments: Any) -> Any:
+    """Return ``function.apply(*arguments)``; where autograd records nothing, as in a backward, its forward alone."""
+    # Nodes that no graph has took 7 % of the host time of dispatch and combine with their backward.
+    if torch.is_grad_enabled() or _transformed() or _attributes["apply"] is not _torchs_apply:
+        return function.apply(*arguments)
+    return function.forward(_NoContext(), *arguments)
 
 
 def wants_grad(x: Tensor) -> bool:
