@@ -12,12 +12,12 @@ FSDP2's parameters, flat, each cut into ``world`` runs. Names say the code; who 
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["PEERS", "compiled", "exp_scatter", "logsumexp_gather"]
+__all__ = ["OF_LISTS", "PEERS", "Lists", "compiled", "exp_scatter", "logsumexp_gather"]
 
 Tensors = Sequence[Tensor]
 
@@ -64,6 +64,64 @@ PEERS: dict[str, dict[str, Callable[[Any, int, torch.dtype], Any]]] = {
     "copy-out": {
         "chunk + contiguous": lambda wire, world, dtype: [x.contiguous() for x in wire.to(dtype).unbind(1)],
         "FSDP2's op": _copy_out,
+    },
+}
+
+
+class Lists(NamedTuple):
+    """Rows ``x`` of tokens, ``y`` of (token, slot) pairs by expert, and weights ``[tokens, slots]``.
+
+    Attributes:
+        pair: of each row of ``y``.
+        index: ``[tokens, slots]``, the row of each pair.
+    """
+
+    x: Tensor
+    y: Tensor
+    weights: Tensor
+    pair: Tensor
+    index: Tensor
+
+    @property
+    def tokens(self) -> Tensor:
+        """Of each row of ``y``."""
+        return self.pair // self.weights.shape[1]
+
+    @property
+    def scaled(self) -> Tensor:
+        """Rows ``y`` times their weights."""
+        return self.y * self.weights.view(-1)[self.pair, None].to(self.y.dtype)
+
+
+def _scatter_add(of: Lists) -> Tensor:
+    """What torchtitan does: atomic additions, in any order."""
+    return torch.zeros_like(of.x).scatter_add_(0, of.tokens[:, None].expand(of.y.shape), of.scaled)
+
+
+def _deterministic_index_add(of: Lists) -> Tensor:
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        return torch.zeros_like(of.x).index_add_(0, of.tokens, of.scaled)
+    finally:
+        torch.use_deterministic_algorithms(was)
+
+
+# By operation and name: of rows to the result.
+OF_LISTS: dict[str, dict[str, Callable[[Lists], Tensor]]] = {
+    "sum rows": {
+        "scatter_add": _scatter_add,
+        "index_add": _deterministic_index_add,
+        "bmm": lambda of: torch.bmm(of.weights[:, None].to(of.y.dtype), of.y[of.index])[:, 0],
+        "view + sum": lambda of: of.scaled[of.index.view(-1)].view(*of.index.shape, -1).sum(1),
+    },
+    "scale rows": {
+        "index + mul": lambda of: of.x[of.tokens] * of.weights.view(-1)[of.pair, None].to(of.x.dtype),
+    },
+    "dot rows": {
+        "index + mul + sum": lambda of: torch.empty_like(of.weights).put_(
+            of.pair, (of.x[of.tokens] * of.y).sum(1, dtype=torch.float32)
+        ),
     },
 }
 

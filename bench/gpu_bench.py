@@ -10,7 +10,9 @@ wire and "copy-out" unpacks it, as FSDP2 does around its collectives: ours and F
 is our kernel for a single tensor, one after the other, "foreach" is ``_foreach_copy_`` of all shards. "mixed-in" and
 "mixed-out" are the same of tensors of many sizes: shards of 4 KiB to 8 MiB, 1,000 in all; "mixed-copy" copies half of
 the columns of each into a tensor of its own, as a resharding does with what stays on the rank. "gather rows" and
-"scatter rows" copy rows by an index, a permutation, as before and after a dispatch of tokens.
+"scatter rows" copy rows by an index, a permutation, as before and after a dispatch of tokens. "sum rows" adds up the
+``world`` rows of every token times weights, as behind experts at the shapes of DeepSeek-V3 and Qwen3-30B; "scale rows"
+and "dot rows" are its gradients. "index_add" is torch's deterministic one; "bmm" and "view + sum" gather first.
 "split + cat" is what Megatron-LM does, and DTensor where it gathers or reduce-scatters; "movedim" is DTensor's
 exchange, "compiled" the same by torch.compile (in some sweeps; compiling is not timed); "chunk + contiguous" is
 ColossalAI's way to pack. Rows that begin with "host" are the host's time to enqueue one small call, by the host's
@@ -39,7 +41,7 @@ from tritoncomm_kernels import Copies, Segments, cross_entropy, torch_path
 
 from bench.bench_launch import ready, seen
 from bench.device import Call, Device, gpu_main
-from bench.formulations import PEERS, compiled, exp_scatter, logsumexp_gather
+from bench.formulations import OF_LISTS, PEERS, Lists, compiled, exp_scatter, logsumexp_gather
 from bench.harness import Clock, Part, Row, Samples
 from bench.report import GPU_HOST, above_floor, misses_roof
 from bench.timing import figures, quantile
@@ -48,10 +50,11 @@ from tritoncomm.core import ops
 MIB = 2**20
 TARGET = {"pack": 0.95, "unpack": 0.95, "reduce": 0.90, "copy-in": 0.90, "copy-out": 0.90}
 TARGET |= {"mixed-in": 0.90, "mixed-out": 0.90, "mixed-copy": 0.90}
-READING = {"reduce", "statistics"}  # the roof is a kernel that only reads
+READING = {"reduce", "statistics", "sum rows", "dot rows"}  # the roof is a kernel that only reads
 MIXED, SMALLEST, LARGEST = {"mixed-in", "mixed-out", "mixed-copy"}, 4096, 8 * MIB
 ENTROPY = {"statistics", "gradient"}
 ROWS = {"gather rows", "scatter rows"}
+LISTS = {"sum rows", "scale rows", "dot rows"}
 COMPILED = {"run", "dtype", "cast"}  # the sweeps in which torch.compile is a peer; a compilation takes seconds
 
 
@@ -60,7 +63,7 @@ class Case:
     """One point: ``nbytes`` in runs of ``run_bytes`` for ``world`` ranks, or that many parts of it to sum.
 
     Of the cross entropy: logits in rows of ``run_bytes``, a shard of the vocabulary of ``world`` ranks. Of a copy-in or
-    copy-out: as many tensors as there would be rows.
+    copy-out: as many tensors as there would be rows. Of lists of rows: ``world`` rows of ``run_bytes`` in each.
     """
 
     op: str
@@ -128,6 +131,9 @@ def cases() -> Iterator[Case]:
     for op in ("gather rows", "scatter rows"):
         for run in (256, 4096, 14336):
             yield Case(op, "rows", 256 * MIB // run * run, run, 1)
+    for op in ("sum rows", "scale rows", "dot rows"):  # 4096 tokens of 8 experts
+        for hidden in (7168, 2048):
+            yield Case(op, "experts", 4096 * 8 * 2 * hidden, 2 * hidden, 8)
     yield Case("pack", "cast", 64 * MIB, 1024, 8, torch.float32, torch.bfloat16)
     yield Case("unpack", "cast", 64 * MIB, 1024, 8, torch.bfloat16, torch.float32)
 
@@ -195,6 +201,8 @@ def prepare(case: Case, device: Device) -> Prepared:
         return prepare_mixed(case, device.device)
     if case.op in ROWS:
         return prepare_rows(case, device.device)
+    if case.op in LISTS:
+        return prepare_lists(case, device.device)
     return prepare_reduce(case, device.device) if case.op == "reduce" else prepare_copy(case, device)
 
 
@@ -335,6 +343,32 @@ def prepare_rows(case: Case, device: torch.device) -> Prepared:
         else {"index_copy_": lambda: out.index_copy_(0, index, x)}
     )
     prepared.add(case, peers, lambda got: agree(got, want))
+    return prepared
+
+
+def prepare_lists(case: Case, device: torch.device) -> Prepared:
+    """Every token's results of its experts, in the order of the experts: their weighted sum, and its gradients."""
+    slots, hidden = case.world, case.run_bytes // case.dtype.itemsize
+    tokens = case.nbytes // case.run_bytes // slots
+    x, y = (filled((rows, hidden), case.dtype, device) for rows in (tokens, tokens * slots))
+    weights = torch.rand(tokens, slots, device=device)
+    pair = torch.randperm(tokens * slots, device=device)
+    lists = Lists(x, y, weights, pair, pair.argsort().view(tokens, slots))
+    if case.op == "sum rows":
+        found: Tensor = torch.empty_like(x)
+        calls: dict[str, Call] = {"ours": lambda: kernels.sum_rows(y, lists.index, weights, found)}
+    elif case.op == "scale rows":
+        found = torch.empty_like(y)
+        calls = {"ours": lambda: kernels.scale_rows(x, pair, weights, found)}
+    else:
+        found = torch.empty_like(weights)
+        calls = {"ours": lambda: kernels.dot_rows(x, y, pair, found)}
+    prepared = Prepared(calls, 0)
+    prepared.moved = calls["ours"]()
+    # Others multiply in bf16, and add up to 8 products there: half a unit of the last place for each.
+    bounds = {"rtol": 2e-2, "atol": 2e-1} if case.op == "sum rows" else {"rtol": 2e-2, "atol": 2e-2 * hidden**0.5}
+    peers: dict[str, Call] = {name: partial(peer, lists) for name, peer in OF_LISTS[case.op].items()}
+    prepared.add(case, peers, lambda got: torch.testing.assert_close(got, found, **bounds))
     return prepared
 
 

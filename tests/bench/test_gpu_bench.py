@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import gpu_bench, gpu_ranks, gpu_step, guard, report, timing
 from bench.device import BLOCK, GRACE_S, Device, gpu_main
-from bench.formulations import PEERS
+from bench.formulations import OF_LISTS, PEERS
 from bench.gpu_bench import Case
 from bench.harness import Clock
 from tritoncomm.core import ops
@@ -38,6 +38,8 @@ def peers_of(case: Case) -> set[str]:
     if case.op in PEERS:
         several = {"launch each", "foreach"} if case.op in ("copy-in", "copy-out") else set()
         return several.union(PEERS[case.op], ["compiled"] if case.is_compiled else [])
+    if case.op in OF_LISTS:
+        return set(OF_LISTS[case.op])
     several = {"FSDP2's op", "launch each", "foreach"}
     named = {
         "reduce": {"sum"}, "statistics": {"logsumexp + gather"}, "gradient": {"exp + scatter"},
@@ -134,7 +136,7 @@ def test_sums_and_statistics_have_a_roof_of_reads() -> None:
         (row,) = gpu_bench.measure(case, device, Clock(gpu_bench.PART, 1))
         roofs[case.op] = row["roof"]
         assert row["target"] is None or case.op in gpu_bench.TARGET
-    assert {op for op, roof in roofs.items() if roof == "reads"} == {"reduce", "statistics"}
+    assert {op for op, roof in roofs.items() if roof == "reads"} == {"reduce", "statistics", "sum rows", "dot rows"}
 
 
 def local_parts(only: str = "") -> list[dict[str, Any]]:
