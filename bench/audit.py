@@ -60,6 +60,15 @@ OTHERS_KERNELS = (
     "| torch 2.14, `reduce_partials`, 8 parts of bf16 | 16 | 27 | - |",
 )
 
+BY_INDICES = """## Rows by indices
+
+4,096 tokens of 7,168 values of bf16 with 8 experts each: instructions of one thread for every 16 bytes of rows that it
+reads, loops once.
+
+| kernel | loads | stores | instructions | registers | programs |
+|---|---:|---:|---:|---:|---:|
+"""
+
 OTHERS = """## Every target
 
 Instructions for every 16 useful bytes / registers, of the same calls on every target that the tests compile for
@@ -245,10 +254,13 @@ def measure(cases: Sequence[Case], target: str = "sm_90") -> list[Figures]:
 def _planning_for(target: str) -> Iterator[None]:
     """Plans inside are those of the target's warps, and nothing of them is cached."""
     modules = compiled_kernels()
-    plans = [modules["copy"]._plan, modules["reduction"]._plan]
+    plans = [modules[name]._plan for name in ("copy", "reduction", "row_copy", "row_sums")]
     for plan in plans:
         plan.cache_clear()
-    with mock.patch.object(modules["launch"], "lanes_of", return_value=TARGETS[target].warp_size):
+    with (
+        mock.patch.object(modules["launch"], "lanes_of", return_value=TARGETS[target].warp_size),
+        mock.patch.object(modules["row_sums"], "lanes_of", return_value=TARGETS[target].warp_size),
+    ):
         yield
     for plan in plans:
         plan.cache_clear()
@@ -303,7 +315,7 @@ def page(target: str = "sm_90") -> str:
         lines += [f"## {group[0].upper()}{group[1:]}", "", *_HEADS]
         lines += [row(case, one) for case, one in figures.items() if case.group == group]
         lines.append("")
-    return "\n".join([*lines, *_segment_lines(target), *_other_targets()])
+    return "\n".join([*lines, *_segment_lines(target), *_rows_lines(target), *_other_targets()])
 
 
 SEGMENTS = (
@@ -335,6 +347,35 @@ def measure_segments(target: str = "sm_90") -> list[Code]:
     return build_all(builds, target)
 
 
+ROWS = {
+    "gather rows": ("row_copy", "gather_rows", None),
+    "sum of 8 rows": ("row_sums", "sum_rows", False),
+    "sum of 8 rows times weights": ("row_sums", "sum_rows", True),
+    "rows times weights": ("row_sums", "scale_rows", True),
+    "dot products of rows": ("row_sums", "dot_rows", False),
+}
+"""Kernels over rows by indices: module, function, and whether they have weights."""
+
+
+def measure_rows(target: str = "sm_90") -> dict[str, tuple[Code, int]]:
+    """The machine code of ``ROWS``, and programs of a launch."""
+    builds, grids, modules = [], [], compiled_kernels()
+    tokens, slots, row = 4096, 8, 7168
+    types = (torch.bfloat16, torch.bfloat16, torch.float32, torch.int64)
+    with _planning_for(target):
+        for module, kernel, has_weights in ROWS.values():
+            count = tokens if kernel == "sum_rows" else tokens * slots
+            if module == "row_copy":
+                plan = modules[module]._plan(kernel, -1, 16, 2 * row, count, torch.int64)
+            else:
+                plan = modules[module]._plan(kernel, -1, types, (slots, row, 8), count, has_weights)
+            grids.append(plan.grid(kernel, count, row))
+            build, params = _build(plan.launch), plan.launch.kernel.params
+            wide = {param.name: "i64" for param in params if param.annotation_type == "i64"}
+            builds.append(replace(build, types=build.types | wide))
+    return dict(zip(ROWS, zip(build_all(builds, target), grids, strict=True), strict=True))
+
+
 def first_launch(plan: Any, target: str) -> Build:
     """The first launch of a table of segments."""
     launch = plan[0][0][0]
@@ -354,6 +395,16 @@ def _segment_lines(target: str) -> Iterator[str]:
         per_unit = code.instructions * 16 / (read * sum(code.stores))
         yield f"| ours: {name} | {', '.join(map(str, sorted({*code.stores})))} | {per_unit:.0f} | {code.registers} |"
     yield from OTHERS_KERNELS
+    yield ""
+
+
+def _rows_lines(target: str) -> Iterator[str]:
+    """Yield the lines of the table of rows by indices."""
+    yield BY_INDICES.rstrip("\n")
+    for name, (code, programs) in measure_rows(target).items():
+        widths = (", ".join(map(str, sorted({*side}))) for side in (code.loads, code.stores))
+        per_unit = code.instructions / code.loads.count(16)
+        yield f"| {name} | {' | '.join(widths)} | {per_unit:.0f} | {code.registers} | {programs} |"
     yield ""
 
 

@@ -173,6 +173,7 @@ def test_the_page_is_up_to_date() -> None:
     rows = [audit.row(case, one) for case, one in zip(sample, assert_good(list(sample), "sm_90"), strict=True)]
     if f"Triton {triton.__version__} for sm_90" in text:
         assert [row for row in rows if row not in text] == []
+        assert "\n".join(audit._rows_lines("sm_90")) in text
 
 
 @pytest.mark.slow
@@ -366,22 +367,8 @@ def test_rows_by_index(index: str, target: str) -> None:
 @on_targets
 def test_sums_of_rows(target: str) -> None:
     """Eight rows of bf16 in full units of 16 bytes, with the loads of all of them in flight where weights are 1."""
-    kernels, width = compiled_kernels()["row_sums"], TARGETS[target].warp_size
-    rows, cols = tile("unpack", 16, 2, target)
-    constants = {"INDEX": tl.int64, "SLOTS": 8, "WIDE": tl.float32, "VEC": 8}
-    tiled = {"BLOCK_ROWS": rows, "BLOCK_COLS": cols}
-    summed = {"BLOCK_ROWS": 1, "BLOCK_COLS": 32 * width}
-    pointers = dict.fromkeys(("rows_ptr", "out_ptr", "lists_ptr"), "*bf16") | {"scale": "fp32"}
-    integers = dict.fromkeys(("index_at", "weights_at", "pair_at", "out_at"), "i64")
-    builds = [
-        *(
-            Build(kernels._sum_rows_kernel, pointers | integers, constants | {"HAS_WEIGHTS": has} | summed)
-            for has in (False, True)
-        ),
-        Build(kernels._scale_rows_kernel, pointers | integers, constants | tiled),
-        Build(kernels._dot_rows_kernel, pointers | integers, constants | {"LANES": 1024}, 128 // width),
-    ]
-    plain, weighted, scaled, dot = build_all(builds, target)
+    codes = [code for code, _ in audit.measure_rows(target).values()]
+    _, plain, weighted, scaled, dot = codes
     for code in (plain, weighted, scaled):
         assert (code.coalesced, code.spills, set(code.stores)) == (True, 0, {16})
         assert code.registers <= 72
