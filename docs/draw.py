@@ -1,4 +1,4 @@
-"""Draws docs/address_map.svg, and of the committed figures docs/host_time.svg and docs/ratios.svg: `make docs`.
+"""Draws docs/address_map.svg, docs/experts.svg, and of the committed figures docs/host_time.svg and docs/ratios.svg.
 
 All have a background of their own, so that they can be read on dark pages.
 """
@@ -50,6 +50,50 @@ def picture(width: int, height: int, parts: list[str]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">'
         f"\n{body}\n</svg>\n"
     )
+
+
+ROUTING = (((0, 1), (1, 2), (2, 3)), ((0, 3), (2, 3), (0, 1)))  # experts of each token of two ranks with two each
+
+
+def draw_experts() -> str:
+    """Tokens of two ranks, the rows between them, the rows of every expert, and the parts of each token."""
+    tokens = [(rank, i, ids) for rank, each in enumerate(ROUTING) for i, ids in enumerate(each)]
+    columns, height, top = (70, 220, 390, 540), 3 * CELL + 28, 60
+    titles = (
+        ("tokens", "and their experts"), ("dispatch", "once for each rank"), ("by_expert", "rows of each expert"),
+        ("combine", "parts, in rank order"),
+    )  # fmt: skip
+    parts = []
+    for x, (title, words) in zip(columns, titles, strict=True):
+        parts += [note(x, 24, title, 14), note(x, 44, words, 12)]
+    for here in range(2):
+        y = top + here * height
+        parts.append(note(12, y + 20, f"rank {here}"))
+        # Rows from the other rank, then those of this one.
+        rows = sorted((token for token in tokens if any(e // 2 == here for e in token[2])), key=lambda t: t[0] == here)
+        arriving = [token for token in rows if token[0] != here]
+        for i, ids in enumerate(ROUTING[here]):
+            parts.append(cell(columns[0], y + i * CELL, COLORS[here], f"{here}{i}"))
+            parts.append(note(columns[0] + CELL + 6, y + i * CELL + 21, f"{ids[0]}, {ids[1]}"))
+            owners = sorted({e // 2 for e in ids})
+            for k, owner in enumerate(owners):
+                x, middle = columns[3] + k * (2 * CELL + 20), y + i * CELL + 21
+                parts.append(cell(x, y + i * CELL, COLORS[here], f"{here}{i}"))
+                parts.append(note(x + CELL + 2, middle, f"of {owner}", 12))
+                if k:
+                    parts.append(note(x - 16, middle, "+"))
+        parts.append(note(columns[1], y + CELL + 14, f"from rank {1 - here}", 12))
+        for i, (rank, k, _) in enumerate(arriving):
+            parts.append(cell(columns[1] + i * CELL, y, COLORS[rank], f"{rank}{k}"))
+        for i, expert in enumerate((2 * here, 2 * here + 1)):
+            parts.append(note(columns[2] - 14, y + i * (CELL + 8) + 21, f"{expert}"))
+            mine = [token for token in rows if expert in token[2]]
+            for j, (rank, k, _) in enumerate(mine):
+                parts.append(cell(columns[2] + j * CELL, y + i * (CELL + 8), COLORS[rank], f"{rank}{k}"))
+    crossing = [(token, e // 2) for token in tokens for e in token[2] if e // 2 != token[0]]
+    words = f"{len(set(crossing))} rows cross; {len(crossing)} would, with a row for each expert"
+    parts.append(note(12, top + 2 * height - 8, words))
+    return picture(720, top + 2 * height + 8, parts)
 
 
 def draw_host_time() -> str:
@@ -121,5 +165,6 @@ def draw_ratios() -> str:
 
 if __name__ == "__main__":
     Path(__file__).with_name("address_map.svg").write_text(draw())
+    Path(__file__).with_name("experts.svg").write_text(draw_experts())
     Path(__file__).with_name("host_time.svg").write_text(draw_host_time())
     Path(__file__).with_name("ratios.svg").write_text(draw_ratios())

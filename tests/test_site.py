@@ -179,6 +179,10 @@ def test_the_address_map_is_as_it_is_drawn() -> None:
     assert (DOCS / "address_map.svg").read_text() == draw.draw(), "run `make docs`"
 
 
+def test_the_rows_of_experts_are_as_they_are_drawn() -> None:
+    assert (DOCS / "experts.svg").read_text() == draw.draw_experts(), "run `make docs`"
+
+
 def test_every_picture_is_shown() -> None:
     shown = re.findall(r"\]\(pictures/(\w+)\.svg\)", (DOCS / "concepts.md").read_text())
     assert sorted(shown) == sorted(CASES) == sorted(path.stem for path in (DOCS / "pictures").iterdir())
