@@ -1,11 +1,12 @@
-"""Dispatch and combine on 2 and 4 real ranks, against the same exchange by hand and transformers' ``AllToAllEP``.
+"""Dispatch and combine on real ranks, against the same exchange by hand, transformers' and Megatron-LM's.
 
 Every row is forward and backward of a layer whose experts multiply elementwise, in CPU time of rank 0's thread; a row
 "with waits" is of its clock, in which it waits for bytes and for cores that the ranks share. Ranks meet at a barrier
 before each sample. "By hand" sends the same rows, one for each token and rank with ids and weights in its tail, by
 plain operators of torch in one ``autograd.Function`` each way. It checks, counts and names nothing, and its own rows go
-through the all-to-all. ``AllToAllEP`` sends a row for each pair of a token and an expert, and applies the weights
-behind its second exchange. Counted besides: the bytes that rank 0 sends to other ranks, forward and backward.
+through the all-to-all. "transformers" is ``AllToAllEP``, "megatron" ``MoEAlltoAllTokenDispatcher`` without the fused
+kernels of Transformer Engine: both send a row for each pair of a token and an expert. Counted besides: the bytes that
+rank 0 sends to other ranks, forward and backward.
 
 The ranks talk through Gloo over loopback: nothing here says anything about NCCL or links between GPUs. A row "on a stub
 GPU" is the host's part of the way that runs on a GPU: Triton's launcher starts our kernels over a stub driver, which
@@ -19,6 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -32,7 +34,7 @@ from torch.distributed import ProcessGroup
 
 from bench import bench_launch
 from bench.harness import Clock, Part, Row, Samples
-from bench.hosts import helpers, no_op_group, real_ranks, run_backward
+from bench.hosts import cpu_device, helpers, missing_megatron, no_op_group, peer, real_ranks, run_backward
 from bench.timing import interleaved, quiet_host
 from tritoncomm import experts
 from tritoncomm.core import backend
@@ -250,6 +252,60 @@ def layer_of_transformers(scales: Tensor, case: Case, group: ProcessGroup) -> Ca
     return lambda x, ids, weights: layer(x, ids, weights)
 
 
+class NoStream:
+    """A stream, or an event, where everything is in order."""
+
+    def wait_stream(self, stream: "NoStream") -> None: ...
+
+    def record_event(self) -> "NoStream":
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+@contextmanager
+def megatron_on_cpu() -> Iterator[None]:
+    """Its dispatcher's streams are none, and its sizes are numbers of the host already."""
+
+    def on_host(x: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return x.numpy() if as_numpy and x is not None else x
+
+    stream = NoStream()
+    with (
+        cpu_device(),
+        warnings.catch_warnings(action="ignore"),
+        mock.patch.multiple(
+            torch.cuda, Stream=NoStream, stream=lambda given: nullcontext(), current_stream=lambda: stream
+        ),
+        mock.patch.object(peer("transformer.moe.token_dispatcher"), "maybe_move_tensor_to_cpu", on_host),
+    ):
+        yield
+
+
+def layer_of_megatron(ids: Tensor, scales: Tensor, case: Case, group: ProcessGroup) -> Callable[..., Tensor]:
+    """``MoEAlltoAllTokenDispatcher`` without its fused kernels; experts multiply by the weights, as Megatron's do."""
+    local = case.experts // case.world
+    config = SimpleNamespace(
+        num_moe_experts=case.experts, moe_router_topk=case.k, moe_permute_fusion=False, cuda_graph_impl="none",
+        moe_pad_expert_input_to_capacity=False, moe_expert_capacity_factor=None,
+        moe_router_padding_for_quantization=False,
+    )  # fmt: skip
+    indices = list(range(group.rank() * local, (group.rank() + 1) * local))
+    groups = SimpleNamespace(ep=group, expt_tp=None, tp_ep=group)
+    make = peer("transformer.moe.token_dispatcher").MoEAlltoAllTokenDispatcher
+    routed = torch.zeros(case.tokens, case.experts, dtype=torch.bool).scatter_(1, ids, True)
+
+    def forward(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        dispatcher = make(local, indices, config, groups)
+        probs = torch.zeros(routed.shape).scatter(1, ids, weights)
+        sent = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, routed, probs))
+        rows, counts, rows_probs = dispatcher.dispatch_postprocess(*sent)
+        results = rows_by_counts(rows, counts, scales) * rows_probs[:, None]
+        return dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(results)))
+
+    return forward
+
+
 def inputs_of(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Tokens, ids, weights, this rank's factors, and a gradient of the result."""
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -268,8 +324,8 @@ def calls_of(case: Case, group: ProcessGroup) -> dict[str, Callable[[], list[Ten
         "by hand": lambda: by_hand(x, ids, weights, scales, case, group),
     }
     if not case.is_stub:
-        theirs = layer_of_transformers(scales, case, group)
-        forwards["transformers"] = lambda: theirs(x, ids, weights)
+        theirs, megatrons = layer_of_transformers(scales, case, group), layer_of_megatron(ids, scales, case, group)
+        forwards |= {"transformers": lambda: theirs(x, ids, weights), "megatron": lambda: megatrons(x, ids, weights)}
 
     def both(forward: Callable[[], Tensor]) -> Callable[[], list[Tensor]]:
         def call() -> list[Tensor]:
@@ -285,15 +341,15 @@ def calls_of(case: Case, group: ProcessGroup) -> dict[str, Callable[[], list[Ten
 
 
 def sent_bytes(group: ProcessGroup, case: Case) -> dict[str, int]:
-    """Bytes that a step of ours and of transformers sends to other ranks."""
+    """Bytes that a step sends to other ranks; Megatron's counts, an all-gather, are left out."""
     import transformers.distributed.expert_parallel as module
 
-    sent, start, plain = [0], backend.all_to_all, module.all_to_all_single
+    sent, start, plain = [0], backend.all_to_all, dist.all_to_all_single
     theirs = module.all_to_all_single_autograd
 
     def count(x: Tensor, sizes: Any) -> None:
         rows = list(sizes or [len(x) // case.world] * case.world)
-        sent[0] += (sum(rows) - rows[group.rank()]) * x.shape[1] * x.itemsize
+        sent[0] += int(sum(rows) - rows[group.rank()]) * x[:1].nbytes
 
     def counted(out: Tensor, x: Tensor, recv: Any, send: Any, *rest: Any) -> Any:
         count(x, send)
@@ -304,16 +360,18 @@ def sent_bytes(group: ProcessGroup, case: Case) -> dict[str, int]:
         count(x, recv)
         return theirs(x, recv, send, *rest)
 
-    def single(out: Tensor, x: Tensor, **rest: Any) -> Any:
-        count(x, None)
-        return plain(out, x, **rest)
+    def single(out: Tensor, x: Tensor, input_split_sizes: Any = None, **rest: Any) -> Any:
+        count(x, None if input_split_sizes is None else input_split_sizes.tolist())
+        return plain(out, x, input_split_sizes=input_split_sizes, **rest)
 
     result, calls = {}, calls_of(case, group)
     with (
         mock.patch.object(backend, "all_to_all", counted),
         mock.patch.multiple(module, all_to_all_single_autograd=with_backward, all_to_all_single=single),
+        mock.patch.object(dist, "all_to_all_single", single),
+        megatron_on_cpu(),
     ):
-        for provider in ("ours", "transformers"):
+        for provider in ("ours", "transformers", "megatron"):
             sent[0] = 0
             calls[provider]()
             result[provider] = sent[0]
@@ -322,8 +380,7 @@ def sent_bytes(group: ProcessGroup, case: Case) -> dict[str, int]:
 
 def clock(group: ProcessGroup, case: Case, rounds: int) -> Samples:
     """Microseconds of this thread for one call by provider; all ranks start a sample together."""
-    with warnings.catch_warnings(), quiet_host():
-        warnings.simplefilter("ignore")
+    with quiet_host(), megatron_on_cpu():
         order = list(calls_of(case, group).items())
         inner, now = (1, time.perf_counter) if case.waits else (INNER, time.thread_time)
         samples: Samples = {provider: [] for provider, _ in order}
@@ -376,10 +433,16 @@ def measure(case: Case, pool: Any, timer: Clock) -> Iterator[Row]:
     yield timer.row(case.label, sample, mode=f"world {case.world}", sent=sent)
 
 
+def missing_peers() -> str:
+    """Install command of a peer; empty where both are installed."""
+    if not importlib.util.find_spec("transformers"):
+        return "transformers is not installed: pip install transformers"
+    return missing_megatron()
+
+
 def missing() -> str:
-    """Install command of transformers, or what the stub driver lacks; empty where nothing does."""
-    found = importlib.util.find_spec("transformers")
-    return bench_launch.missing() if found else "transformers is not installed: pip install transformers"
+    """Install command of a peer, or what the stub driver lacks; empty where nothing does."""
+    return missing_peers() or bench_launch.missing()
 
 
 def missed(row: Row) -> list[str]:
@@ -395,7 +458,7 @@ PART = Part(
     measure=measure,
     host=real_ranks,
     missing=missing,
-    packages=("transformers",),
+    packages=("transformers", "megatron-core"),
     rounds=20,
     peer="by hand",
     targets=missed,

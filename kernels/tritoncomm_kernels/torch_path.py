@@ -44,7 +44,8 @@ __all__ = [
 ]
 
 _COPIED = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8)
-_BUFFERED = 1 << 22  # elements of the wide type that a pass over rows by indices buffers at most
+# Elements of the wide type that a pass over rows by indices buffers at most: 1 MiB of fp32, which stay in a cache.
+_BUFFERED = 1 << 18
 _SUMMED = 1 << 16  # elements that a thread sums before it goes on: 256 KiB of fp32, which stay in its cache
 
 
@@ -233,8 +234,7 @@ def scale_rows(x: Tensor, pair: Tensor, weights: Tensor, out: Tensor) -> int:
     factors = weights.reshape(-1, 1)
     for pairs, target in _blocks(lists.row, pair, out):
         rows, places, mask = _rows_of_pairs(x, pairs, lists.slots)
-        scaled = rows.to(lists.wide)
-        scaled = torch.mul(scaled, factors.index_select(0, places), out=None if scaled is rows else scaled)
+        scaled = rows.to(lists.wide).mul_(factors.index_select(0, places))
         if mask is None:
             target.copy_(_narrowed(scaled, out.dtype))
         else:
@@ -251,7 +251,7 @@ def dot_rows(x: Tensor, y: Tensor, pair: Tensor, out: Tensor) -> int:
     steps = -(-lists.row // lanes)
     for pairs, others in _blocks(lists.row, pair, y):
         rows, places, mask = _rows_of_pairs(x, pairs, lists.slots)
-        products = rows.to(lists.wide) * (others if mask is None else others[mask]).to(lists.wide)
+        products = rows.to(lists.wide).mul_(others if mask is None else others[mask])
         if steps * lanes != lists.row:
             products = torch.nn.functional.pad(products, (0, steps * lanes - lists.row))
         total, *blocks = products.view(-1, steps, lanes).unbind(1) if steps else (products.view(-1, lanes),)
@@ -283,7 +283,7 @@ def _rows_of_pairs(x: Tensor, pairs: Tensor, slots: int) -> _PairRows:
 
 
 def _blocks(row: int, *tensors: Tensor | None) -> Iterator[list[Any]]:
-    """Yield blocks of tensors' first dim whose buffers, of ``row`` elements for each index, take 16 MiB at most."""
+    """Yield blocks of tensors' first dim whose buffers, of ``row`` elements for each index, stay in a cache."""
     (first, *_), step = tensors, max(_BUFFERED // max(row, 1), 1)
     assert first is not None
     if first.shape[0] <= step:  # a slice would be an operator for each tensor

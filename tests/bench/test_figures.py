@@ -111,11 +111,17 @@ def orders() -> str:
 
 
 def experts_ratios(case: str) -> str:
-    """Of a layer of 64 tokens: to an exchange by hand, on a stub GPU and on CPUs, and to transformers."""
+    """Of a layer of 64 tokens: to an exchange by hand, on a stub GPU and on CPUs, and to both peers."""
     ours, stub = (f"64 tokens of 64, {case}{where}" for where in ("", ", on a stub GPU"))
     ratios = {row["row"]: row["ratio"] for row in rows("cpu", "experts.json")}
-    found = ratios[stub]["by hand"], ratios[ours]["by hand"], ratios[ours]["transformers"]
+    found = ratios[stub]["by hand"], *(ratios[ours][peer] for peer in ("by hand", "transformers", "megatron"))
     return " | ".join(f"{ratio:.2f}" for ratio in found)
+
+
+def experts_times() -> str:
+    """Of a larger layer, with waits: to transformers and to Megatron-LM."""
+    (row,) = (row for row in rows("cpu", "experts.json") if row["row"].endswith("with waits"))
+    return f"{row['ratio']['transformers']:.2f} and {row['ratio']['megatron']:.2f}"
 
 
 # By page: texts in which {} stands for what a function computes from committed files.
@@ -145,6 +151,7 @@ CLAIMS: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("and {} on 64, or", lambda: between_nodes(512)),
     ],
     "experts.md": [
+        ("it takes {} of their time", experts_times),
         ("| 2, 2 of 8 | {} |", lambda: experts_ratios("2 of 8 experts, world 2")),
         ("| 2, 8 of 32 | {} |", lambda: experts_ratios("8 of 32 experts, world 2")),
         ("| 4, 8 of 32 | {} |", lambda: experts_ratios("8 of 32 experts, world 4")),

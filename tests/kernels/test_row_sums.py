@@ -41,7 +41,9 @@ def lists_of(rows: int, lists: int, slots: int, dtype: torch.dtype, device: torc
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("make", [rows, numbers])
-def test_lists_of_rows(device: Device, kind: tuple[torch.dtype, torch.dtype], make: Any) -> None:
+def test_lists_of_rows(
+    device: Device, kind: tuple[torch.dtype, torch.dtype], make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every number of slots, rows of every alignment, gaps between them, and no rows at all."""
     first, second = kind
     wide = torch.float64 if torch.float64 in kind else torch.float32
@@ -49,6 +51,7 @@ def test_lists_of_rows(device: Device, kind: tuple[torch.dtype, torch.dtype], ma
     for count, lists, slots, row, gap in [*shapes, (6, 3, 2, 1100, 4), (2, 2, 3, 1, 1)]:
         for index_dtype in (torch.int64, torch.int32):
             at = device.at
+            monkeypatch.setattr(torch_path, "_BUFFERED", 100 if index_dtype is torch.int32 else 1 << 18)  # many blocks
             index, pair = lists_of(count, lists, slots, index_dtype, at)
             weights = make(lists, slots, wide, gap, 3, at)
             x, out = make(count, row, first, gap, 1, at), make(lists, row, second, gap, 2, at)
