@@ -137,10 +137,30 @@ def _scale_gradient(routing: Routing, rank: int) -> Tensor:
     return total
 
 
-def _rows_sent(routing: Routing, rank: int) -> int:
-    """Unique pairs of a token and another rank."""
-    ids = draw_of(routing, rank).ids.tolist()
-    return sum(len({e // routing.experts for e in row} - {rank}) for row in ids)
+def _rows_between(routing: Routing, source: int, owner: int) -> int:
+    """Tokens of a rank with an expert of the owner; none if it is the same rank."""
+    ids = draw_of(routing, source).ids.tolist()
+    return sum(any(e // routing.experts == owner for e in row) for row in ids) * (source != owner)
+
+
+def _bytes_sent(routing: Routing, rank: int) -> dict[str, int]:
+    """Of every message with rows: a row for each pair of a token and another rank, there and back."""
+    item = torch.empty(0, dtype=getattr(torch, routing.dtype)).itemsize
+    row, tail = -(-routing.hidden * item // 8) * 8, 8 if routing.dtype == "float64" else 4
+    bare, weighted, whole = (
+        -(-n // 16) * 16 for n in (routing.hidden * item, row + routing.k * tail, row + routing.k * (tail + 4))
+    )
+    there, back = (
+        sum(_rows_between(routing, *pair) for pair in pairs)
+        for pairs in zip(*[((rank, peer), (peer, rank)) for peer in range(len(routing.tokens))], strict=True)
+    )
+    passes = 2 if routing.how == "checkpoint" else 1
+    return {
+        "dispatch": passes * there * whole,  # with weights and ids
+        "combine": passes * back * bare,
+        "combine.backward": there * bare,
+        "dispatch.backward": back * weighted,
+    }
 
 
 def apply(x: Tensor, ids: Tensor, weights: Tensor, scales: Tensor, routing: Routing, group: ProcessGroup) -> Tensor:
@@ -186,11 +206,7 @@ def run_routing(group: ProcessGroup, routing: Routing) -> str:
     if not torch.allclose(mine.grad.double(), exact, rtol=0, atol=64 * eps * max(largest, 1)):
         return f"problem: the experts' gradient is {mine.grad}, not {exact}"[:600]
     if world > 1:
-        wide, bare = 8 if x.dtype is torch.float64 else 4, routing.hidden * x.itemsize
-        width = -(-(-(-bare // 8) * 8 + routing.k * (wide + 4)) // 16) * 16  # weights and ids of 4 bytes
-        bare, rows = -(-bare // 16) * 16, _rows_sent(routing, rank)
-        passes = 2 if routing.how == "checkpoint" else 1
-        sent = {name: count.bytes_sent for (name, _), count in counted.items()}
-        if sent["dispatch"] != passes * rows * width or sent["combine.backward"] != rows * bare:
-            return f"problem: sent {sent}, not {rows} rows of {width} and {bare} bytes"
+        sent, expected = {name: count.bytes_sent for (name, _), count in counted.items()}, _bytes_sent(routing, rank)
+        if {name: sent[name] for name in expected} != expected:
+            return f"problem: sent {sent}, not {expected}"
     return "right"
