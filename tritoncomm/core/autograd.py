@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 _base = torch.autograd.Function
 _transformed = torch._C._are_functorch_transforms_active
-_attributes, _torchs_apply = _base.__dict__, _base.__dict__["apply"]
+_attributes, _torchs_apply = _base.__dict__, _base.__dict__.get("apply")  # none of its own from torch 2.15 on
 
 
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
@@ -103,7 +103,7 @@ class _NoContext:
 def called(function: Any, *arguments: Any) -> Any:
     """Return ``function.apply(*arguments)``; where autograd records nothing, as in a backward, its forward alone."""
     # Nodes that no graph has took 7 % of the host time of dispatch and combine with their backward.
-    if torch.is_grad_enabled() or _transformed() or _attributes["apply"] is not _torchs_apply:
+    if torch.is_grad_enabled() or _transformed() or _attributes.get("apply") is not _torchs_apply:
         return function.apply(*arguments)
     return function.forward(_NoContext(), *arguments)
 
