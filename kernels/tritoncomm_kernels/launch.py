@@ -279,7 +279,7 @@ class RowsPlan(NamedTuple):
     blocks: int
 
     def grid(self, name: str, rows: int, row: int) -> int:
-        """Return the number of programs for ``rows`` rows of ``row`` elements."""
+        """Return the number of programs for ``rows`` rows of ``row`` units or elements, whichever the kernel counts."""
         grid = -(-rows // self.rows) * self.blocks
         fits(name, (rows, row, grid))
         self.launch.check_grid(grid)

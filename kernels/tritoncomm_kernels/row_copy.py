@@ -117,8 +117,9 @@ def _run(name: str, indices: tuple[Tensor], x: Tensor, out: Tensor) -> int:
         stride_far, stride_near = rows.stride_far * size, rows.stride_near * size
         unit = math.gcd(alignment, 16, row_bytes, stride_far, stride_near)
         plan = _plan(name, x.get_device(), unit, row_bytes, power_of_two(count), index.dtype)
-        numbers = rows.limit, stride_far // unit, stride_near // unit, count, row_bytes // unit, plan.blocks
-        plan.launch(far, near, 1.0, index.data_ptr(), *numbers, grid=plan.grid(name, count, rows.row))
+        row, grid = row_bytes // unit, plan.grid(name, count, row_bytes // unit)
+        numbers = rows.limit, stride_far // unit, stride_near // unit, count, row, plan.blocks
+        plan.launch(far, near, 1.0, index.data_ptr(), *numbers, grid=grid)
     return rows.moved
 
 

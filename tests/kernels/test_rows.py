@@ -1,6 +1,7 @@
 """Rows by indices in device memory, against torch's index_select and one row at a time."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from bits import bits, random_bits
 from devices import Device
 from kernel_cases import canaries_live, guarded
 from tritoncomm_kernels import torch_path
+from tritoncomm_kernels.launch import Launch
 
 MODULES = [kernels, torch_path]
 SHAPES = [((9, 40), 0), ((5, 33), 3), ((7, 4, 24), 8), ((6,), 0), ((1, 8), 8), ((300, 3), 1)]
@@ -75,3 +77,16 @@ def test_bad_rows_are_refused(module: Any) -> None:
     scatter(out, index, leaf)
     assert leaf.is_leaf
     assert out.grad_fn is None
+
+
+def test_the_limit_of_a_row_counts_units() -> None:
+    """Tensors without memory, and no launch."""
+    index = torch.zeros(1, dtype=torch.int64, device="meta")
+    with mock.patch.object(Launch, "__call__", return_value=None):
+        for row, fits in ((2**31, True), (2**31 + 1, False)):
+            x = torch.empty(1, row, dtype=torch.int8, device="meta")
+            if fits:  # units of 16 bytes
+                assert kernels.gather_rows(x, index, torch.empty_like(x)) == 2 * row + 8
+            else:
+                with pytest.raises(kernels.TooLargeError, match="gather_rows"):
+                    kernels.gather_rows(x, index, torch.empty_like(x))
