@@ -245,7 +245,8 @@ def layer_of_transformers(scales: Tensor, case: Case, group: ProcessGroup) -> Ca
     from transformers.distributed.expert_parallel import AllToAllEP
 
     layer: Any = object.__new__(AllToAllEP)
-    layer.experts_forward = lambda rows, ids, weights: expert_rows(rows, ids[:, 0], scales) * weights
+    results = doubled_rows if case.is_stub else expert_rows
+    layer.experts_forward = lambda rows, ids, weights: results(rows, ids[:, 0], scales) * weights
     layer.num_local_experts = case.experts // case.world
     layer.ep_mesh = SimpleNamespace(get_group=lambda: group, size=group.size)
     layer.tp_mesh = SimpleNamespace(size=lambda: 1)
@@ -323,9 +324,11 @@ def calls_of(case: Case, group: ProcessGroup) -> dict[str, Callable[[], list[Ten
         "ours": lambda: ours(x, ids, weights, scales, case, group),
         "by hand": lambda: by_hand(x, ids, weights, scales, case, group),
     }
+    theirs = layer_of_transformers(scales, case, group)
+    forwards["transformers"] = lambda: theirs(x, ids, weights)
     if not case.is_stub:
-        theirs, megatrons = layer_of_transformers(scales, case, group), layer_of_megatron(ids, scales, case, group)
-        forwards |= {"transformers": lambda: theirs(x, ids, weights), "megatron": lambda: megatrons(x, ids, weights)}
+        megatrons = layer_of_megatron(ids, scales, case, group)
+        forwards["megatron"] = lambda: megatrons(x, ids, weights)
 
     def both(forward: Callable[[], Tensor]) -> Callable[[], list[Tensor]]:
         def call() -> list[Tensor]:
@@ -398,6 +401,8 @@ def clock(group: ProcessGroup, case: Case, rounds: int) -> Samples:
 
 def clock_launches(case: Case, rounds: int) -> Samples:
     """Microseconds of a call on a stub GPU; every rank has sent what this one sends."""
+    import transformers.distributed.expert_parallel as module
+
     exchange_counts, all_to_all = experts.exchange_counts, dist.all_to_all_single
 
     def own_counts(counts: Tensor, *arguments: Any) -> Tensor:
@@ -413,6 +418,8 @@ def clock_launches(case: Case, rounds: int) -> Samples:
         no_op_group(case.world) as group,
         mock.patch.object(experts, "exchange_counts", own_counts),
         mock.patch.object(dist, "all_to_all_single", copied),
+        mock.patch.object(module, "all_to_all_single", copied),
+        warnings.catch_warnings(action="ignore"),
         quiet_host(),
     ):
         calls = calls_of(case, group)

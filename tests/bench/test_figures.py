@@ -111,11 +111,11 @@ def orders() -> str:
 
 
 def experts_ratios(case: str) -> str:
-    """Of a layer of 64 tokens: to an exchange by hand, on a stub GPU and on CPUs, and to both peers."""
+    """Of a layer of 64 tokens, to its peers on a stub GPU, then on CPUs."""
     ours, stub = (f"64 tokens of 64, {case}{where}" for where in ("", ", on a stub GPU"))
     ratios = {row["row"]: row["ratio"] for row in rows("cpu", "experts.json")}
-    found = ratios[stub]["by hand"], *(ratios[ours][peer] for peer in ("by hand", "transformers", "megatron"))
-    return " | ".join(f"{ratio:.2f}" for ratio in found)
+    peers = (stub, "by hand"), (stub, "transformers"), (ours, "by hand"), (ours, "transformers"), (ours, "megatron")
+    return " | ".join(f"{ratios[row][peer]:.2f}" for row, peer in peers)
 
 
 def experts_times() -> str:
