@@ -347,6 +347,21 @@ def test_strange_tensors(group: ProcessGroup) -> None:
     torch.testing.assert_close(x.grad[:, 0], drawn.weights.sum(1))
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_rows_of_no_columns(group: ProcessGroup, path: str) -> None:
+    drawn = draw_of(routing_of(2), group.rank())
+    x = drawn.x[:, :0].requires_grad_()
+    with tritoncomm.path(path):
+        dispatched = dispatch(x, drawn.ids, drawn.weights, 4, group)
+        rows, _ = dispatched.by_expert()
+        out = combine(dispatched.summed(rows), dispatched)
+        out.sum().backward()
+        assert combine(dispatched.rows[:, :0], dispatched).shape == out.shape == x.shape
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
 @pytest.mark.ranks(8)  # a group that some ranks alone make would shift torch's names
 def test_a_group_that_was_destroyed(group: ProcessGroup) -> None:
     other = dist.new_group([0, 1])

@@ -254,7 +254,9 @@ def dot_rows(x: Tensor, y: Tensor, pair: Tensor, out: Tensor) -> int:
         products = rows.to(lists.wide).mul_(others if mask is None else others[mask])
         if steps * lanes != lists.row:
             products = torch.nn.functional.pad(products, (0, steps * lanes - lists.row))
-        total, *blocks = products.view(-1, steps, lanes).unbind(1) if steps else (products.view(-1, lanes),)
+        total, *blocks = (
+            products.view(-1, steps, lanes).unbind(1) if steps else (products.new_zeros(len(products), lanes),)
+        )
         for block in blocks:
             total += block
         while (half := total.shape[1] // 2) > 0:
@@ -275,7 +277,7 @@ class _PairRows(NamedTuple):
 def _rows_of_pairs(x: Tensor, pairs: Tensor, slots: int) -> _PairRows:
     """Return the row of each pair's list; pairs of no list are left out."""
     lines = pairs // slots
-    if not x.is_cuda and x.shape[0]:
+    if not x.is_cuda and x.numel():  # of rows without elements torch raises another error
         with suppress(IndexError):
             return _PairRows(x.index_select(0, lines), pairs, None)
     mask = (lines >= 0) & (lines < x.shape[0])

@@ -48,7 +48,7 @@ def test_lists_of_rows(
     first, second = kind
     wide = torch.float64 if torch.float64 in kind else torch.float32
     shapes = [(5, 4, 2, 33, 7), (9, 3, 8, 40, 0), (4, 6, 1, 16, 16), (0, 3, 2, 8, 0), (3, 0, 4, 8, 0), (40, 9, 5, 8, 8)]
-    for count, lists, slots, row, gap in [*shapes, (6, 3, 2, 1100, 4), (2, 2, 3, 1, 1)]:
+    for count, lists, slots, row, gap in [*shapes, (6, 3, 2, 1100, 4), (2, 2, 3, 1, 1), (5, 4, 2, 0, 8)]:
         for index_dtype in (torch.int64, torch.int32):
             at = device.at
             monkeypatch.setattr(torch_path, "_BUFFERED", 100 if index_dtype is torch.int32 else 1 << 18)  # many blocks

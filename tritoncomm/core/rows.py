@@ -140,12 +140,13 @@ def _columns(tensors: Sequence[Tensor]) -> _WireRow:
     for x in tensors:
         starts.append(-(-width // 8) * 8)
         width = starts[-1] + x.shape[1] * x.itemsize
-    return _WireRow(starts, -(-width // _ALIGNMENT) * _ALIGNMENT)
+    # Rows of no columns have a byte too, so that every row of a wire starts where its elements are aligned.
+    return _WireRow(starts, -(-max(width, 1) // _ALIGNMENT) * _ALIGNMENT)
 
 
 def _buffer(like: Tensor, rows: int, width: int) -> Tensor:
     """Allocate rows of ``width`` bytes."""
-    return empty(like, (rows, width), (width or 1, 1), torch.uint8)
+    return empty(like, (rows, width), (width, 1), torch.uint8)
 
 
 def _views(wire: Tensor, tensors: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
