@@ -15,10 +15,11 @@ from torch.utils.data import IterableDataset
 
 import tritoncomm
 from tritoncomm import variables
+from tritoncomm.integrations import sequence_batch
 from tritoncomm.integrations import transformers as ours
 from tritoncomm.integrations.trainer import UlyssesTrainerMixin
 
-__all__ = ["KINDS", "Report", "Run", "Steps", "Sums", "run_job_of_trainers"]
+__all__ = ["KINDS", "PACKED", "Report", "Run", "Steps", "Sums", "run_job_of_trainers"]
 
 LENGTH, SAMPLES = 15, 14
 
@@ -73,7 +74,7 @@ class Report(NamedTuple):
         errors: of each misuse, by its name.
         rounded: steps of each model, by "exact" (in fp32), "alone" and "sharded" (under bf16 autocast); see ``_steps``.
         sums: of the Trainer that gathers sums, alone (None on other ranks) and over sequence shards.
-        packed: steps of a hybrid model: alone, a sequence in each row (None on other ranks); and packed, over shards.
+        packed: steps by case: alone, a sequence in each row (None on other ranks); and packed, over shards.
     """
 
     alone: Run | None
@@ -83,7 +84,7 @@ class Report(NamedTuple):
     errors: dict[str, str]
     rounded: dict[str, dict[str, Steps]]
     sums: tuple[Sums | None, Sums]
-    packed: tuple[Steps | None, Steps]
+    packed: dict[str, tuple[Steps | None, Steps]]
 
 
 def _library() -> Any:
@@ -251,24 +252,46 @@ def _steps(kind: str, trainer: Any, folder: str, in_bf16: bool = True, **more: A
     return Steps([float(log["loss"]) for log in logs], [float(log["grad_norm"]) for log in logs])
 
 
-def _packed(kind: Any, folder: str, is_packed: bool, **more: Any) -> Steps:
-    """Three steps of a model with recurrent layers: of four sequences in rows, or of two by two packed in a row."""
+class _EveryLabel:
+    """Collator that packs samples in a row and leaves the labels at starts of documents, as for pretraining."""
+
+    def __init__(self, collator: Any) -> None:
+        self.collator = collator
+
+    def __call__(self, samples: list[Any]) -> dict[str, Tensor]:
+        batch = self.collator(samples)
+        return {**batch, "labels": batch["input_ids"].clone()}
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "hybrid": {},
+    "labels at starts": {},
+    "labels at starts, not averaged": {"average_tokens_across_devices": False},
+}
+
+
+def _packed(case: str, kind: Any, folder: str, is_packed: bool, **more: Any) -> Steps:
+    """Three steps and an evaluation of a model on four sequences in rows, or on two by two packed in a row."""
     from tiny_models import tiny
 
     transformers = _library()
-    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
-    samples, model = _samples(), tiny("qwen3_next", 0, 4)
+    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=case == "hybrid")
+    if case != "hybrid":
+        collator = _EveryLabel(collator)
+    samples, model = _samples(), tiny("qwen3_next", 0, 4) if case == "hybrid" else _model()
     for sample in samples:
         sample["labels"] = sample["input_ids"].clone()
         sample["labels"][0] = -100  # which Trainer counts in rows, where it is no label of a position
     packed = [{key: x.tolist() for key, x in sample.items()} for sample in samples]
+    data = packed if is_packed else samples
     trainer = kind(
-        model=model, args=_arguments(folder, learning_rate=0.05), train_dataset=packed if is_packed else samples,
-        data_collator=collator if is_packed else None, **more,
+        model=model, args=_arguments(folder, learning_rate=0.05, **PACKED[case]), train_dataset=data,
+        eval_dataset=data[:5], data_collator=collator if is_packed else None, **more,
     )  # fmt: skip
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    return Steps([float(log["loss"]) for log in logs], [float(log["grad_norm"]) for log in logs])
+    losses = [*(float(log["loss"]) for log in logs), trainer.evaluate()["eval_loss"]]
+    return Steps(losses, [float(log["grad_norm"]) for log in logs])
 
 
 def _join(ranks: Sequence[Mapping[str, str]], sequence: int) -> dist.ProcessGroup:
@@ -289,7 +312,7 @@ def run_job_of_trainers(ranks: Sequence[Mapping[str, str]], sequence: int, batch
         alone = _run(_quiet_trainer(), 2, evaluated, folder) if is_first else None
         adapted = _run(_quiet_trainer(), 2, evaluated, folder, True) if is_first and is_pair else None
         counted = _sums(_summing_trainer(), 2, evaluated, folder) if is_first else None
-        in_rows = _packed(_quiet_trainer(), folder, False) if is_first and is_pair else None
+        in_rows = {case: _packed(case, _quiet_trainer(), folder, False) for case in PACKED if is_first and is_pair}
         rounded: dict[str, dict[str, Steps]] = {kind: {} for kind in KINDS}
         for kind in KINDS if is_first and is_pair else ():
             for name, in_bf16 in (("exact", False), ("alone", True)):
@@ -301,12 +324,15 @@ def run_job_of_trainers(ranks: Sequence[Mapping[str, str]], sequence: int, batch
         sums = _sums(_mixed(_summing_trainer(), True), batch, evaluated, folder, ulysses=name)
         for kind in KINDS if is_pair else ():
             rounded[kind]["sharded"] = _steps(kind, _sharded_trainer(), folder, ulysses=name)
-        packed = _packed(_sharded_trainer(), folder, True, ulysses=name) if is_pair else Steps([], [])
+        packed = {
+            case: (in_rows.get(case), _packed(case, _sharded_trainer(), folder, True, ulysses=name))
+            for case in PACKED if is_pair
+        }  # fmt: skip
         saved = _saved(folder, name) if is_pair else []
         errors = _misuses(group, name, folder) if is_pair else {}
     ours.unregister()
     tritoncomm.destroy()
-    return Report(alone, sharded, both, saved, errors, rounded, (counted, sums), (in_rows, packed))
+    return Report(alone, sharded, both, saved, errors, rounded, (counted, sums), packed)
 
 
 class _Stream(IterableDataset[dict[str, Tensor]]):
@@ -345,7 +371,7 @@ def _misuses(group: dist.ProcessGroup, name: str, folder: str) -> dict[str, str]
     errors["evaluate"] = _error(plain.evaluate)
     errors["predict"] = _error(lambda: plain.predict(samples))
     own = kind(model=_model(), args=args, train_dataset=samples[group.rank() :: 2], ulysses=name)
-    ours._compared.clear()
+    sequence_batch._compared.clear()
     errors["own samples"] = _error(own.train)
     with variables.CHECK.override(True):
         errors["own samples, in check mode"] = _error(own.train)

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.integrations import model_parts, recurrent_layers
 from tritoncomm.integrations import transformers as ours
+from tritoncomm.integrations.sequence_batch import IGNORED
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -60,7 +61,7 @@ def drawn(rows: int) -> Tensor:
 
 def whole(model: Any, ids: Tensor, case: str, mask: Tensor | None) -> tuple[Tensor, Any]:
     """Logits of one process, after the backward of the mean over labels; each packed document by itself."""
-    labels = ids.clone() if mask is None else ids.masked_fill(mask == 0, ours.IGNORED)
+    labels = ids.clone() if mask is None else ids.masked_fill(mask == 0, IGNORED)
     if case != "packed":
         out = model(input_ids=ids, attention_mask=mask, use_cache=False)
         logits = out.logits
@@ -71,8 +72,8 @@ def whole(model: Any, ids: Tensor, case: str, mask: Tensor | None) -> tuple[Tens
         ]
         logits = torch.cat(rows)
         for row, starts in zip(labels, STARTS, strict=False):
-            row[starts] = ours.IGNORED
-    shifted = nn.functional.pad(labels, (0, 1), value=ours.IGNORED)[:, 1:]
+            row[starts] = IGNORED
+    shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
     nn.functional.cross_entropy(logits.flatten(0, 1).float(), shifted.flatten()).backward()
     return logits.detach(), labels
 
@@ -588,4 +589,52 @@ def test_a_function_that_nobody_knows_is_refused(group: ProcessGroup) -> None:
     finally:
         for function in (recurrent_layers.functions_of, recurrent_layers.unknown_of):
             function.cache_clear()
+        ours.unregister()
+
+
+@pytest.mark.ranks(2)
+def test_a_refused_switch_changes_nothing(group: ProcessGroup) -> None:
+    """Attention, recurrent layers and rotary tables compute over shards as before, or all of them alone as before."""
+    model, ids = tiny("qwen3_next"), drawn(2)
+    wanted = model(input_ids=ids, use_cache=False).logits
+    name, second = ours.register(group), ours.register(group, name="second")
+    refusals: dict[str, Any] = {
+        "unknown": mock.patch.object(model_parts, "unknown_part", return_value="nobody knows it"),
+        "wrong": mock.patch.object(model_parts, "wrong_part", return_value="it is wrong"),
+        "transformers": mock.patch.object(type(model), "set_attn_implementation", side_effect=KeyboardInterrupt),
+    }
+    try:
+        for is_switched in (False, True):
+            if is_switched:
+                ours.switch(model, name)
+            for patch in refusals.values():
+                for other in (name, second):
+                    with patch, pytest.raises((UnsupportedError, KeyboardInterrupt)):
+                        ours.switch(model, other)
+                    batch = {"input_ids": ids, "use_cache": False}
+                    own = wanted
+                    if is_switched:
+                        batch = ours.shard_batch({"input_ids": ids}, group)
+                        own = wanted.chunk(2, 1)[group.rank()]
+                    found = model(**batch).logits
+                    assert (found - own).abs().max() < LOGITS
+    finally:
+        ours.unregister()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon_mamba"])
+def test_models_without_attention_switch_back(group: ProcessGroup, name: str) -> None:
+    model, ids = tiny(name), drawn(2)
+    wanted = model(input_ids=ids, use_cache=False).logits
+    registered = ours.register(group)
+    try:
+        ours.switch(model, registered)
+        with pytest.raises(ArgumentError, match="transformers has no attention 'none'"):
+            ours.switch(model, "none")
+        for other in ("sdpa", "eager"):
+            ours.switch(model, other)
+            assert torch.equal(model(input_ids=ids, use_cache=False).logits, wanted)
+        assert model.generate(ids[:, :4], max_new_tokens=2, do_sample=False).shape == (2, 6)
+    finally:
         ours.unregister()

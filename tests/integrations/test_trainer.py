@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from jobs import run_job
 from torch.distributed import TCPStore
-from trainer_jobs import KINDS, Report, Run, run_job_of_trainers
+from trainer_jobs import KINDS, PACKED, Report, Run, run_job_of_trainers
 
 pytestmark = [
     pytest.mark.skipif(
@@ -63,14 +63,15 @@ def test_adapters_train_as_in_one_process(two_ranks: list[Report]) -> None:
     check_runs(runs[0][0], [run[1] for run in runs if run], 5, logits=4e-6)  # adapters multiply twice
 
 
-def test_packed_documents_of_a_hybrid_model_train_as_rows_of_one_process(two_ranks: list[Report]) -> None:
-    """With what transformers' collator for packing adds: seq_idx, cu_seq_lens_q and position_ids."""
-    alone = two_ranks[0].packed[0]
+@pytest.mark.parametrize("case", PACKED)
+def test_packed_documents_train_as_rows_of_one_process(two_ranks: list[Report], case: str) -> None:
+    """Also where labels at starts of documents, which are left out, would be counted in the mean."""
+    alone = two_ranks[0].packed[case][0]
     assert alone is not None
-    assert len(set(alone.losses)) == 3
+    assert len(set(alone.losses)) == 4
     for report in two_ranks:
-        assert report.packed[1].losses == pytest.approx(alone.losses, abs=2e-6)
-        assert report.packed[1].norms == pytest.approx(alone.norms, rel=1e-4)
+        assert report.packed[case][1].losses == pytest.approx(alone.losses, abs=2e-6)
+        assert report.packed[case][1].norms == pytest.approx(alone.norms, rel=1e-4)
 
 
 def check_sums(reports: list[Report]) -> None:

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 import tritoncomm
 from tritoncomm import variables
+from tritoncomm.integrations import sequence_batch
 from tritoncomm.integrations import transformers as ours
 
 pytestmark = pytest.mark.skipif(
@@ -58,6 +59,14 @@ def batch_of(case: str, length: int = LENGTH) -> dict[str, Tensor]:
         batch["position_ids"] = torch.cat([torch.arange(n) for n in parts]).expand(2, length).contiguous()
         batch["labels"][:, [0, 7, 10]] = -100
     return batch
+
+
+def of_documents(ids: Tensor, *, labels: bool, **more: Any) -> dict[str, Any]:
+    """Documents of 7, 3 and 6 tokens, every token or all but the first of each a label."""
+    starts, targets = [0, 7, 10], ids.clone()
+    if not labels:
+        targets[:, starts] = -100
+    return {"input_ids": ids, "labels": targets, "position_ids": batch_of("packed")["position_ids"], **more}
 
 
 def trained(model: Any, batch: dict[str, Any], **more: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -185,6 +194,12 @@ def shards(group: ProcessGroup) -> None:
         {"input_ids": batch["input_ids"], "shift_labels": batch["labels"], "num_items_in_batch": 3}, group
     )
     assert given["num_items_in_batch"] == 3
+    ids = batch_of("plain")["input_ids"]
+    for labels in (False, True):  # those at starts of documents are left out, and not counted
+        assert ours.shard_batch(of_documents(ids, labels=labels), group)["num_items_in_batch"] == 2 * (16 - 3)
+    assert ours.shard_batch(of_documents(ids, labels=False, num_items_in_batch=26), group)["num_items_in_batch"] == 26
+    for odd in (ids[:, :1].T.contiguous().T, ids[:1].t(), ids[:1, :1].as_strided((1, 1), (7, 9))):
+        assert ours.shard_batch({"input_ids": odd}, group)["input_ids"].shape == (len(odd), 1)
     packed = ours.shard_batch(batch_of("packed"), group)
     assert packed["attention_mask"].untyped_storage().nbytes() <= 8, "no memory of all positions"
     assert torch.equal(packed["attention_mask"], torch.ones(2, 16))
@@ -217,6 +232,10 @@ def test_refusals(group: ProcessGroup) -> None:
         (argument, "is registered already", lambda: ours.register(group)),
         (argument, "no attention 'none'", lambda: ours.register(group, attention="none", name="x")),
         (unsupported, "function of each model", lambda: ours.register(group, attention="eager", name="x")),
+        *[(argument, "'flash' as a kind of attention", lambda name=name: ours.register(group, name=name))
+          for name in ("my_flash", "flash_attention_9", "org/kernel", "paged|sdpa", "eager", "")],
+        (argument, "beside labels at starts of packed documents",
+         lambda: ours.shard_batch({**of_documents(ids, labels=True), "num_items_in_batch": 30}, group)),
         (argument, "needs input_ids", lambda: ours.shard_batch({"labels": ids}, group)),
         (argument, "needs a model of transformers, not Linear", lambda: ours.switch(torch.nn.Linear(1, 1), name)),
         (unsupported, "cannot change the attention of BloomForCausalLM", lambda: ours.switch(bloom(), name)),
@@ -315,7 +334,7 @@ def test_batches_that_are_no_shards(group: ProcessGroup) -> None:
     assert torch.equal(model(**moved).logits, model(**view).logits), free
     ours.unregister()
     mine = {key: value + rank for key, value in batch.items()}
-    ours._compared.clear()
+    sequence_batch._compared.clear()
     for _ in range(2):  # a comparison that failed is made again
         with pytest.raises(
             mismatch, match=r"ranks of the group have different batches.*input_ids is \[2, 16\] of int64"

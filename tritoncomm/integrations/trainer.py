@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 from tritoncomm.core import eager
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.integrations.model_parts import ROUTER_LOSS
-from tritoncomm.integrations.transformers import NAME, group_of, shard_batch, switch
+from tritoncomm.integrations.sequence_batch import next_labels, shard_batch
+from tritoncomm.integrations.transformers import NAME, group_of, switch
 
 __all__ = ["UlyssesTrainerMixin"]
 
@@ -203,6 +204,15 @@ class UlyssesTrainerMixin(_Base):
         seen = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
         self.state.num_input_tokens_seen = seen + (self.state.num_input_tokens_seen - seen) // self.get_cp_size()
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Count labels as ``Trainer`` does: of each batch those that ``shard_batch`` keeps."""
+        # A public hook for the count is missing in transformers (5.23, 5.24); `shift_labels` are counted as they are.
+        kept = [
+            {**batch, "shift_labels": labels} if (labels := next_labels(batch)) is not None else batch
+            for batch in batch_samples
+        ]
+        return super()._get_num_items_in_batch(kept, device)
 
     def compute_loss(
         self,

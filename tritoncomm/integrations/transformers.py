@@ -4,32 +4,29 @@
 of its positions, the gradients add up over the group. The attention refuses a batch that ``shard_batch`` did not make.
 """
 
-import hashlib
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from itertools import pairwise
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
-from tritoncomm import ulysses, variables
-from tritoncomm.core.agreement import agree
-from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
+from tritoncomm import ulysses
+from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.groups import resolve_sequence
 from tritoncomm.integrations import model_parts, recurrent_layers, rotary_tables
 from tritoncomm.integrations.batch_notes import (
     DOCUMENTS,
     GROUP,
-    LARGEST,
     LAYER_MASK,
     MADE,
     PADDED,
@@ -38,23 +35,19 @@ from tritoncomm.integrations.batch_notes import (
     note,
     noted,
 )
+from tritoncomm.integrations.sequence_batch import shard_batch
 
 __all__ = ["NAME", "group_of", "register", "shard_batch", "switch", "unregister"]
 
-IGNORED = -100
 NAME = "tritoncomm_ulysses"
-_SHARDED = ("input_ids", "position_ids", "attention_mask", "labels", "shift_labels")
-# What collators add for packed documents; a shard has none, as the documents are noted for all positions.
-_BOUNDARIES = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Arguments of an attention function that change nothing, or that are done already: by the mask, or around attention.
 _TAKEN = frozenset(
     ["cache_position", "dropout", "is_causal", "labels", "logits_to_keep", "num_items_in_batch", "output_attentions"]
     + ["output_hidden_states", "output_router_logits", "position_ids", "return_dict", "scaling", "shift_labels"]
     + ["sliding_window", "use_cache"]
 )
+_NOT_IN_A_NAME = ("flash", "/", "|")  # transformers takes such names for implementations of its own or of a hub
 _registered: "dict[str, _Implementation]" = {}
-# (size, own rank) of each group whose ranks have compared their batches.
-_compared: "WeakKeyDictionary[ProcessGroup, tuple[int, int]]" = WeakKeyDictionary()
 
 
 def register(
@@ -70,7 +63,7 @@ def register(
             not sharded.
 
     Raises:
-        ArgumentError: ``attention`` is not registered, or ``name`` is taken.
+        ArgumentError: ``attention`` is not registered, or ``name`` is taken or means something to transformers.
         UnsupportedError: ``eager``, which every model defines for itself.
     """
     attentions, masks = _registries()
@@ -78,6 +71,11 @@ def register(
         raise UnsupportedError("register: attention 'eager' is a function of each model; use 'sdpa'")
     if attention not in attentions:
         raise ArgumentError(f"register: transformers has no attention {attention!r}, only {sorted(attentions)}")
+    if not isinstance(name, str) or not name or name == "eager" or any(part in name for part in _NOT_IN_A_NAME):
+        raise ArgumentError(
+            f"register: name {name!r}: transformers reads 'flash' as a kind of attention, '/' as a repository and '|' "
+            "as the end of a prefix, 'eager' is a function of each model, and '' is none"
+        )
     if name in attentions:
         raise ArgumentError(f"register: {name!r} is registered already; unregister() it or pass another name")
     group = resolve_sequence(group, "register")
@@ -119,37 +117,53 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
     problem = None if ours is None else model_parts.wrong_part(model, ours.attention, is_sharded, recurrent)
     if problem is not None:
         raise UnsupportedError(f"switch: {type(model).__name__}: {problem}")
-    kind = importlib.import_module("transformers").PreTrainedConfig
-    copies: dict[int, Any] = {}
-    for module in model.modules():
-        for attribute, value in vars(module).items():
-            if isinstance(value, kind):
-                setattr(module, attribute, deepcopy(value, copies))
-    before, has_attention = model.config._attn_implementation, not recurrent or model_parts.has_attention(model)
-    if has_attention:
-        model.set_attn_implementation(name)
-        if model.config._attn_implementation != name:  # transformers warns only
-            raise UnsupportedError(f"switch: transformers cannot change the attention of {type(model).__name__}")
+    unknown = model_parts.unknown_part(model) if is_sharded else None
+    has_attention = model_parts.has_attention(model) or not recurrent_layers.recurrent_layers(model)
+    if not has_attention and name not in _registries()[0] and name != "eager":
+        raise ArgumentError(f"switch: transformers has no attention {name!r}, only {sorted(_registries()[0])}")
+    with _attention(model, name, has_attention):
+        if unknown is not None and not unverified:
+            raise UnsupportedError(
+                f"switch: {type(model).__name__}: {unknown}, so that nobody knows whether it works over shards of the "
+                "sequence; compare its logits with those of one process under switch(model, name, unverified=True)"
+            )
+        if unknown is not None:
+            warnings.warn(f"switch: {type(model).__name__}: {unknown}: runs unverified over shards", stacklevel=2)
     outer = model_parts.outermost(model.modules()) or model
     recurrent_layers.release(outer)
     rotary_tables.release(outer)
     if ours is None:
         return
-    unknown = model_parts.unknown_part(model) if is_sharded else None
-    if unknown is not None and not unverified:
-        if has_attention:
-            model.set_attn_implementation(before)
-        raise UnsupportedError(
-            f"switch: {type(model).__name__}: {unknown}, so that nobody knows whether it works over shards of the "
-            "sequence; compare its logits with those of one process under switch(model, name, unverified=True)"
-        )
-    if unknown is not None:
-        warnings.warn(f"switch: {type(model).__name__}: {unknown}: runs unverified over shards", stacklevel=2)
     ours.judged.update(model.modules())
     recurrent_layers.bind(outer, name, ours.group)
     if is_sharded:
         rotary_tables.bind(outer, name)
     _hook(outer, name, has_attention)
+
+
+@contextmanager
+def _attention(model: Any, name: str, has_attention: bool) -> Iterator[None]:
+    """Give a model copies of its configs with the attention ``name``; put its configs back if anything raises."""
+    kind = importlib.import_module("transformers").PreTrainedConfig
+    copies: dict[int, Any] = {}
+    configs = [
+        (module, attribute, value)
+        for module in model.modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, kind)
+    ]
+    try:
+        for module, attribute, value in configs:
+            setattr(module, attribute, deepcopy(value, copies))
+        if has_attention:
+            model.set_attn_implementation(name)
+            if model.config._attn_implementation != name:  # transformers warns only
+                raise UnsupportedError(f"switch: transformers cannot change the attention of {type(model).__name__}")
+        yield
+    except BaseException:
+        for module, attribute, value in configs:
+            setattr(module, attribute, value)
+        raise
 
 
 def _hook(outer: Any, name: str, has_attention: bool) -> None:
@@ -533,174 +547,3 @@ class _Implementation:
         if isinstance(mask, Tensor) and not is_compiling():
             note(mask, MADE, True)  # on its storage, which slices share
         return mask
-
-
-def shard_batch(
-    batch: Mapping[str, Any], group: ProcessGroup | None = None, *, pad_token_id: int = 0
-) -> dict[str, Any]:
-    """Return this rank's shard of a batch that every rank has in full, as arguments of a causal language model.
-
-    The sequence is padded at its end to a multiple of the ranks; in a causal model no earlier token sees the padding.
-    All ranks of the group call. In the first call they compare their batches: 24 bytes per rank, on a GPU one copy to
-    the host. In check mode they do so in every call.
-
-    Args:
-        batch: ``input_ids`` ``[b, S]`` and, where they exist, ``labels`` or ``shift_labels``, ``position_ids``,
-            ``attention_mask`` ``[b, S]`` and ``num_items_in_batch``. Position ids that
-            start again are packed documents, unless there is an attention mask; or a collator says where they start:
-            ``seq_idx`` ``[b, S]``, numbers of documents, or ``cu_seq_lens_q``, their boundaries ``0, ..., S`` in a
-            batch of one row. Without position ids they then start again. With multimodal rotary embeddings position
-            ids may be ``[3, b, S]``, or ``[4, b, S]`` with the text's first, which say where documents are.
-        group: the ranks; the tensor group by default, unless there is a context axis.
-        pad_token_id: the token at padded positions.
-
-    Returns:
-        ``input_ids`` and global ``position_ids`` ``[b, s]``. With labels: ``shift_labels`` ``[b, s]``, the label of
-        each position's successor; ``labels``, which makes the model compute its loss; ``num_items_in_batch``, the
-        labels of all ranks: the losses of the ranks add up to the mean over the batch. ``attention_mask`` as it was,
-        or ones for packed sequences: masks are of all positions, because attention is.
-
-    Raises:
-        ArgumentError: an entry that cannot be sharded.
-        MismatchError: the ranks of the group have different batches; on every rank, where they compare.
-        ShapeError: an entry of another shape than ``input_ids``.
-    """
-    name = "shard_batch"
-    group = resolve_sequence(group, name)
-    _check_batch(batch, group, name)
-    ids = batch["input_ids"]
-    more = -ids.shape[1] % group.size()
-    start, end = (rank * (ids.shape[1] + more) // group.size() for rank in (group.rank(), group.rank() + 1))
-
-    def shard(x: Tensor, value: int) -> Tensor:
-        """Return this rank's positions of ``x``, padded with ``value`` at the end of the sequence."""
-        return F.pad(x, (0, more), value=value)[:, start:end].contiguous()
-
-    mask = batch.get("attention_mask")
-    documents = _documents(batch, name) if mask is None else None
-    positions = _positions(batch, ids.shape[1] + more, documents)
-    out: dict[str, Any] = {"input_ids": shard(ids, pad_token_id), "position_ids": positions[..., start:end].clone()}
-    note(out["position_ids"], GROUP, group.group_name)
-    if ids.numel():
-        note(out["position_ids"], LARGEST, positions[..., : ids.shape[1]].max())
-    if mask is not None:
-        mask = out["attention_mask"] = F.pad(mask, (0, more))
-    else:
-        note(out["position_ids"], PADDED, more)
-        if documents is not None:  # without a mask transformers looks for them in the positions of a shard
-            out["attention_mask"] = ids.new_ones(()).expand(positions.shape[-2:])
-    columns = None if mask is None else mask[:, start:end]
-    of_layers = torch.ones_like(out["input_ids"]) if columns is None else columns.clone()
-    for x in (out["position_ids"], of_layers):
-        note(x, SHARD, BatchShard(documents, columns))
-    note(out["position_ids"], LAYER_MASK, of_layers)
-    labels = batch.get("shift_labels")
-    if labels is None and batch.get("labels") is not None:
-        labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].clone()
-        for row, starts in enumerate(documents or ()):  # the last of a document has no successor
-            labels[row, [start - 1 for start in starts[1:]]] = IGNORED
-    if labels is not None:
-        out["shift_labels"] = out["labels"] = shard(labels, IGNORED)
-        items = batch.get("num_items_in_batch")
-        out["num_items_in_batch"] = (labels != IGNORED).sum() if items is None else items
-    return out
-
-
-def _check_batch(batch: Mapping[str, Any], group: ProcessGroup, name: str) -> None:
-    """Check this rank's entries, and in the first call or in check mode that all ranks have the same."""
-    error = None
-    try:
-        _check_entries(batch, name)
-    except CommError as problem:
-        error = problem
-    here = group.size(), group.rank()
-    if variables.CHECK.value or variables.HASH.value or _compared.get(group) != here:
-        entries = {} if error is not None else _described(batch)
-        digest = hashlib.blake2b(repr(entries).encode(), digest_size=16).digest()
-        agree(name, group, digest, error, lambda: entries, things="batches")  # raises on every rank, or on none
-        _compared[group] = here
-    elif error is not None:
-        raise error
-
-
-def _described(batch: Mapping[str, Any]) -> dict[str, str]:
-    """Return the entries of a batch in words, with a digest of their values."""
-    return {key: _in_words(batch[key]) for key in (*_SHARDED, *_BOUNDARIES) if isinstance(batch.get(key), Tensor)}
-
-
-def _in_words(x: Tensor) -> str:
-    """Return shape, dtype and a digest of the values of a tensor; on a GPU the host waits for them."""
-    data = x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    return (
-        f"{list(x.shape)} of {str(x.dtype).removeprefix('torch.')}, {hashlib.blake2b(data, digest_size=8).hexdigest()}"
-    )
-
-
-def _check_entries(batch: Mapping[str, Any], name: str) -> None:
-    """Reject a batch without ``input_ids`` ``[b, S]``, with entries of other names, or of other shapes."""
-    if not isinstance(batch.get("input_ids"), Tensor) or batch["input_ids"].dim() != 2:
-        raise ArgumentError(f"{name}: a batch needs input_ids, a tensor [batch, sequence]")
-    shape, others = tuple(batch["input_ids"].shape), (*_BOUNDARIES, "num_items_in_batch")
-    for key, value in batch.items():
-        if key not in _SHARDED and key not in others:
-            raise ArgumentError(f"{name}: {key!r} is not supported, only {', '.join((*_SHARDED, *others))}")
-        if key in (*_SHARDED, "seq_idx") and value is not None and tuple(value.shape) != shape:
-            if key == "position_ids" and value.dim() == 3 and tuple(value.shape[1:]) == shape:
-                continue
-            raise ShapeError(f"{name}: {key} {list(value.shape)} needs the shape of input_ids, {list(shape)}")
-    boundaries = [key for key in _BOUNDARIES if batch.get(key) is not None]
-    if boundaries and batch.get("attention_mask") is not None:
-        raise ArgumentError(f"{name}: {', '.join(boundaries)} and an attention_mask; packed documents have no padding")
-
-
-def _positions(batch: Mapping[str, Any], length: int, documents: list[list[int]] | None) -> Tensor:
-    """Return global position ids; padding goes on counting, so that it starts no document."""
-    ids, positions = batch["input_ids"], batch.get("position_ids")
-    if positions is None:
-        positions = torch.arange(length, device=ids.device).expand(ids.shape[0], length)
-        if documents is None:
-            return positions
-        positions = positions.clone()
-        for row, starts in zip(positions, documents, strict=True):
-            for start, stop in pairwise([*starts, length]):
-                row[start:stop] -= start
-        return positions
-    more = torch.arange(1, length - ids.shape[1] + 1, device=positions.device, dtype=positions.dtype)
-    return torch.cat([positions, positions[..., -1:] + more], -1)
-
-
-def _documents(batch: Mapping[str, Any], name: str) -> list[list[int]] | None:
-    """Return the global starts of the documents of each row; None without packing. On a GPU the host waits."""
-    ways: dict[str, list[list[int]]] = {}
-    if (positions := _text_positions(batch.get("position_ids"))) is not None:
-        ways["position_ids"] = _starts(positions.diff(dim=1) != 1)
-    if (numbers := batch.get("seq_idx")) is not None:
-        ways["seq_idx"] = _starts(numbers.diff(dim=1) != 0)
-    rows, length = batch["input_ids"].shape
-    for key in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        if batch.get(key) is None:
-            continue
-        boundaries = batch[key].flatten().tolist()
-        is_valid = len(boundaries) > 1 and (boundaries[0], boundaries[-1]) == (0, length)
-        if rows != 1 or not is_valid or any(a >= b for a, b in pairwise(boundaries)):
-            raise ArgumentError(
-                f"{name}: {key} has to ascend from 0 to {length} in a batch of one row; it is {boundaries[:8]}, and "
-                f"there are {rows} rows"
-            )
-        ways[key] = [boundaries[:-1]]
-    if len({str(documents) for documents in ways.values()}) > 1:
-        raise ArgumentError(f"{name}: {' and '.join(ways)} have documents that start at other positions")
-    documents = next(iter(ways.values()), None)
-    return None if documents is None or all(len(starts) == 1 for starts in documents) else documents
-
-
-def _text_positions(positions: Tensor | None) -> Tensor | None:
-    """Return position ids ``[b, S]`` that count tokens, the first of four; None where tokens of images share some."""
-    if positions is None or positions.dim() == 2:
-        return positions
-    return positions[0] if len(positions) == 4 else None
-
-
-def _starts(is_first: Tensor) -> list[list[int]]:
-    """Return the starts of documents in each row, from whether each position but the first starts one."""
-    return [[0, *(row.nonzero()[:, 0] + 1).tolist()] for row in is_first.cpu()]
