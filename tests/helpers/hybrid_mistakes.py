@@ -9,8 +9,8 @@ from torch import Tensor
 from verify_recipes import Fault
 
 from tritoncomm import recurrent
-from tritoncomm.integrations import recurrent_layers
-from tritoncomm.integrations import transformers as ours
+from tritoncomm.integrations import recurrent_layers, sequence_batch
+from tritoncomm.integrations.batch_notes import BatchNotes
 
 __all__ = ["MISTAKES", "Mistake", "make"]
 
@@ -32,7 +32,7 @@ class Mistake(NamedTuple):
 
 
 _PADDED = Fault("hybrid", '"position_ids": positions', '"attention_mask": (torch.arange(24) > 4).expand(2, -1) * 1', "")
-_by_heads, _halo, _shard = recurrent.by_heads, recurrent._halo, ours.BatchShard
+_by_heads, _halo = recurrent.by_heads, recurrent._halo
 
 
 def _without_exchange() -> Iterator[None]:
@@ -60,10 +60,11 @@ def _with_halo(change: Callable[[Tensor], Tensor]) -> Callable[[], Iterator[None
 
 
 def _padding_is_content() -> Iterator[None]:
-    def shard(documents: Any, columns: Any) -> Any:
-        return _shard(documents, None if columns is None else columns * 0 + 1)
+    def notes(**values: Any) -> BatchNotes:
+        columns = values["columns"]
+        return BatchNotes(**values | {"columns": None if columns is None else columns * 0 + 1})
 
-    with mock.patch.object(ours, "BatchShard", shard):
+    with mock.patch.object(sequence_batch, "BatchNotes", notes):
         yield
 
 

@@ -7,6 +7,7 @@ import io
 import random
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import tritoncomm
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.integrations import model_parts, recurrent_layers
 from tritoncomm.integrations import transformers as ours
@@ -636,5 +638,206 @@ def test_models_without_attention_switch_back(group: ProcessGroup, name: str) ->
             ours.switch(model, other)
             assert torch.equal(model(input_ids=ids, use_cache=False).logits, wanted)
         assert model.generate(ids[:, :4], max_new_tokens=2, do_sample=False).shape == (2, 6)
+    finally:
+        ours.unregister()
+
+
+ROWS = {"one": slice(1, 2), "some": slice(1, 3), "every second": slice(None, None, 2)}
+
+
+def rows_of(batch: dict[str, Any], rows: slice) -> dict[str, Any]:
+    return {key: x[..., rows, :] if isinstance(x, Tensor) and x.dim() > 1 else x for key, x in batch.items()}
+
+
+def documents_alone(reference: Any, ids: Tensor, starts: list[list[int]]) -> Tensor:
+    rows = [
+        [reference(input_ids=row[None, a:b], use_cache=False).logits for a, b in spans(of_row)]
+        for row, of_row in zip(ids, starts, strict=True)
+    ]
+    return torch.cat([torch.cat(parts, 1) for parts in rows])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_5_text",
+        "mamba2",
+        *[pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3_next", "lfm2", "bamba", "jamba")],
+    ],
+)
+def test_rows_of_a_batch_are_a_batch(group: ProcessGroup, name: str) -> None:
+    """Padding, documents, boundaries and the largest position are of these rows."""
+    model, ids = tiny(name), drawn(4)
+    reference, registered, starts = copy.deepcopy(model), ours.register(group), [*STARTS, [0], [0, 3]]
+    packed = torch.stack([torch.cat([torch.arange(b - a) for a, b in spans(row)]) for row in starts])
+    padded = torch.ones_like(ids)
+    for row, count in enumerate((3, 11, 0, 17)):
+        padded[row, :count] = 0
+    batches = {"left": {"attention_mask": padded}, "right": {"attention_mask": padded.flip(1)}}
+    batches["packed"] = {"position_ids": packed}
+    if name == "qwen3_5_text":
+        batches["packed, multimodal"] = {"position_ids": torch.stack([packed] * 4)}
+    try:
+        ours.switch(model, registered)
+        for case, batch in batches.items():
+            if "packed" in case:
+                wanted = documents_alone(reference, ids, starts)
+            else:
+                wanted = reference(input_ids=ids, use_cache=False, **batch).logits
+            seen = batch.get("attention_mask", torch.ones_like(ids)).chunk(2, 1)[group.rank()].bool()
+            part, shard = wanted.chunk(2, 1)[group.rank()], ours.shard_batch({"input_ids": ids, **batch}, group)
+            for label, rows in ROWS.items():
+                found = model(**rows_of(shard, rows)).logits
+                assert found.shape == part[rows].shape, (case, label)
+                assert (found - part[rows])[seen[rows]].abs().max() < LOGITS, (case, label)
+    finally:
+        ours.unregister()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
+def test_other_selections_of_a_batch_are_refused(group: ProcessGroup, name: str) -> None:
+    """On every rank, before anything is sent, and in our words."""
+    model, ids, registered = tiny(name), drawn(4), ours.register(group)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    try:
+        ours.switch(model, registered)
+        shard = ours.shard_batch({"input_ids": ids, "attention_mask": mask}, group)
+        columns = {key: x[:, :4] if key != "attention_mask" else x[:, :8] for key, x in shard.items()}
+        by_index = {key: x[torch.tensor([1, 0])] for key, x in shard.items()}
+        cases: list[tuple[type[Exception], str, dict[str, Tensor]]] = [
+            (ArgumentError, "that is no slice of its rows", columns),
+            (ArgumentError, "shard_batch did not make these position_ids.*rows by index do not", by_index),
+            (ShapeError, r"tokens \[4, 12\] with position_ids of 1 rows", {**shard, **rows_of(
+                {"position_ids": shard["position_ids"]}, slice(1, 2))}),
+            (ShapeError, r"tokens \[1, 12\] with position_ids of 4 rows", {**rows_of(shard, slice(1, 2)),
+                "position_ids": shard["position_ids"]}),
+        ]  # fmt: skip
+        if name != "mamba2":  # which sees no mask of all positions
+            one_mask = {**shard, "attention_mask": shard["attention_mask"][:1]}
+            cases.append((ShapeError, r"attention_mask \[1, 24\] for 4 rows", one_mask))
+        for error, text, batch in cases:
+            with tritoncomm.recording() as record, pytest.raises(error, match=text):
+                model(**batch)
+            assert not record
+        assert model(**shard).logits.shape[:2] == (4, 12)
+    finally:
+        ours.unregister()
+
+
+INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit, ZeroDivisionError)
+
+
+def losses_of(model: Any, group: ProcessGroup, ids: Tensor, case: str) -> float:
+    labels = ids.clone()
+    for row, starts in zip(labels, STARTS if case == "packed" else [], strict=False):
+        row[starts] = IGNORED
+    with torch.no_grad():
+        loss = model(**ours.shard_batch({"input_ids": ids, "labels": labels, **batch_of(ids, case)}, group)).loss
+    dist.all_reduce(loss, group=group)
+    return float(loss)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("name", "in_full"),
+    [("qwen3_next", False), ("llama", False)]
+    + [pytest.param(name, True, marks=pytest.mark.slow) for name in ("llama", "gemma3_text", "qwen3_next", "mamba2")],
+)
+def test_an_interrupted_forward_leaves_nothing(group: ProcessGroup, name: str, in_full: bool) -> None:
+    """Torch runs no hooks after a KeyboardInterrupt: the next batch, model or layer must not see the one before."""
+    model, ids, registered = tiny(name), drawn(2), ours.register(group)
+    plain, twin = copy.deepcopy(model), copy.deepcopy(model)
+    wanted = plain(input_ids=ids, use_cache=False).logits
+    inner = model.get_decoder()
+    layers = next(part for part in inner.modules() if isinstance(part, nn.ModuleList))
+    places = [layers[0], layers[-1], *[part for part in layers[0].children() if not list(part.children())][:1], inner]
+    try:
+        ours.switch(model, registered)
+        ours.switch(twin, registered)
+        expected = {case: losses_of(model, group, ids, case) for case in ("plain", "packed")}
+        assert abs(expected["plain"] - expected["packed"]) > 1e-3
+        for number, place in enumerate(places if in_full else places[1:2]):
+            for kind in INTERRUPTS if in_full else INTERRUPTS[:2]:
+                for when in (place.register_forward_pre_hook, place.register_forward_hook)[number % 2 :]:
+                    hook = when(mock.Mock(side_effect=kind))
+                    with pytest.raises(kind):
+                        losses_of(model, group, ids, "packed")
+                    hook.remove()
+                    assert torch.equal(plain(input_ids=ids, use_cache=False).logits, wanted)
+                    with pytest.raises(ArgumentError, match=r"shard_batch did not make"):
+                        inner(input_ids=ids, use_cache=False)
+                    following = twin if kind is SystemExit else model
+                    assert losses_of(following, group, ids, "plain") == expected["plain"], (kind, place)
+                    with pytest.raises(kind), mock.patch.object(nn.Linear, "forward", side_effect=kind):
+                        losses_of(model, group, ids, "plain")
+                    assert losses_of(model, group, ids, "packed") == expected["packed"], (kind, place)
+    finally:
+        ours.unregister()
+
+
+@pytest.mark.ranks(2)
+def test_an_interrupted_recomputation_leaves_nothing(group: ProcessGroup) -> None:
+    model, ids, registered = tiny("qwen3_next"), drawn(2), ours.register(group)
+    plain = copy.deepcopy(model)
+    wanted = plain(input_ids=ids, use_cache=False).logits
+    try:
+        ours.switch(model, registered)
+        for change in (checkpointed(False), checkpointed(True)):
+            change(model)
+            model.enable_input_require_grads()
+            batch = ours.shard_batch({"input_ids": ids, "labels": ids, **batch_of(ids, "packed")}, group)
+            loss = model(**batch).loss
+            with (
+                pytest.raises(KeyboardInterrupt),
+                mock.patch.object(nn.Linear, "forward", side_effect=KeyboardInterrupt),
+            ):
+                loss.backward()
+            assert torch.equal(plain(input_ids=ids, use_cache=False).logits, wanted)
+            grads = []
+            for _ in range(2):
+                model.zero_grad()
+                model(**batch).loss.backward()
+                grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+            assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+    finally:
+        ours.unregister()
+
+
+@pytest.mark.ranks(2)
+def test_a_model_inside_of_another_has_its_own_batch(group: ProcessGroup) -> None:
+    """A teacher that a hook calls, a model of another thread, and the model itself: each computes on its batch."""
+    model, ids, registered = tiny("qwen3_next"), drawn(2), ours.register(group)
+    teacher = copy.deepcopy(model)
+    try:
+        for each in (model, teacher):
+            ours.switch(each, registered)
+        expected = {case: losses_of(model, group, ids, case) for case in ("plain", "packed")}
+        layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
+        for called in (teacher, model):
+            found: list[float] = []
+
+            def call(*_: Any, called: Any = called, found: list[float] = found) -> None:
+                layers[1]._forward_pre_hooks.popitem()
+                found.append(losses_of(called, group, ids, "plain"))
+
+            layers[1].register_forward_pre_hook(call)
+            assert losses_of(model, group, ids, "packed") == expected["packed"]
+            assert found == [expected["plain"]]
+        stopped, seen = threading.Event(), []
+
+        def wait(*_: Any) -> None:
+            hook.remove()
+            thread = threading.Thread(target=lambda: seen.append(losses_of(teacher, group, ids, "plain")))
+            thread.start()
+            thread.join(30)
+            stopped.set()
+
+        hook = layers[1].register_forward_pre_hook(wait)
+        assert losses_of(model, group, ids, "packed") == expected["packed"]
+        assert stopped.is_set()
+        assert seen == [expected["plain"]]
     finally:
         ours.unregister()

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
-from tritoncomm.errors import ArgumentError, UnsupportedError
-from tritoncomm.integrations.batch_notes import SHARD, BatchShard, noted
+from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
+from tritoncomm.integrations.batch_notes import BatchNotes, noted
 from tritoncomm.recurrent import Exchanged, Gathered, Role, Sliced, by_heads, conv_halo
 
 __all__ = [
@@ -63,22 +63,40 @@ _MASK = "create_recurrent_attention_mask"
 _NAME = "tritoncomm_registered"  # attribute of a layer that computes over shards: the name in ``register``
 
 
-class _Running(threading.local):
-    """State of this thread: a running forward of a model with its batch, and of a layer with its calls of functions.
+class _Forward(NamedTuple):
+    """Running forward of a model.
 
     Attributes:
         model: the outermost one.
-        mask: of this rank's positions, with its notes. Models hand it to the layers as the padding mask.
-        group: of the layer; None outside of one.
-        shard: of the layer.
-        calls: of functions of the table by the layer.
+        notes: of the batch. Models hand its layer mask to the layers as the padding mask.
+        outer: forward of another model that this one runs in.
     """
 
-    model: nn.Module | None = None
-    mask: Tensor | None = None
-    group: ProcessGroup | None = None
-    shard: BatchShard = BatchShard(None, None)
-    calls: int = 0
+    model: nn.Module
+    notes: BatchNotes
+    outer: "_Forward | None"
+
+
+class _Layer:
+    """Running forward of a recurrent layer.
+
+    Attributes:
+        module: the layer.
+        group: the ranks over which it computes.
+        notes: of its batch.
+        calls: of functions of the table by the layer.
+        outer: forward of another layer that this one runs in.
+    """
+
+    def __init__(self, module: nn.Module, group: ProcessGroup, notes: BatchNotes, outer: "_Layer | None") -> None:
+        self.module, self.group, self.notes, self.outer, self.calls = module, group, notes, outer, 0
+
+
+class _Running(threading.local):
+    """Forwards of a model and of a layer in this thread, the innermost of each."""
+
+    forward: _Forward | None = None
+    layer: _Layer | None = None
 
 
 _running = _Running()
@@ -164,34 +182,73 @@ def is_bound(model: nn.Module, name: str) -> bool:
     return getattr(model, _NAME, None) == name
 
 
-def is_inside() -> bool:
-    """Whether the forward of a model that got its batch runs in this thread."""
-    return _running.model is not None
+def is_inside(model: nn.Module | None = None) -> bool:
+    """Whether the forward of a model that got its batch runs in this thread: of one that contains ``model``."""
+    forward = _forward()
+    if forward is None or model is None:
+        return forward is not None
+    return model is not forward.model and any(module is model for module in forward.model.modules())
 
 
-def enter_model(model: nn.Module, mask: Tensor) -> None:
-    """Let the forward of a model in this thread hand this mask, with its notes, to its recurrent layers."""
-    _running.model, _running.mask = model, mask
+def enter_model(model: nn.Module, notes: BatchNotes) -> None:
+    """Let the forward of a model in this thread hand the mask of a batch to its recurrent layers."""
+    _running.forward = _Forward(model, notes, _forward())
+
+
+def leave_model(model: nn.Module, *_: Any) -> None:
+    """Forget the batch of a forward, also where it has raised."""
+    forward = _running.forward
+    if forward is not None and forward.model is model:
+        _running.forward = forward.outer
+
+
+def _forward() -> _Forward | None:
+    """Return the innermost running forward of a model; forget those that ended without their hooks."""
+    while _running.forward is not None and not _is_running(_running.forward.model):
+        _running.forward = _running.forward.outer
+    return _running.forward
+
+
+def _layer() -> _Layer | None:
+    """Return the innermost running forward of a layer; forget those that ended without their hooks."""
+    while _running.layer is not None and not _is_running(_running.layer.module):
+        _running.layer = _running.layer.outer
+    return _running.layer
+
+
+def _is_running(module: nn.Module) -> bool:
+    """Whether a call of a module is on the stack of this thread.
+
+    Torch runs forward hooks with ``always_call`` after an ``Exception``, but not after KeyboardInterrupt, SystemExit or
+    GeneratorExit, so that a hook alone cannot tell. The call of a compiled module may have no frame.
+    """
+    if is_compiling():
+        return True
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
+            return True
+        if code.co_filename.endswith("_dynamo/eval_frame.py"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def documents() -> list[list[int]] | None:
     """Return the documents of the batch in this thread; None for one document, and outside of a model."""
-    shard = noted(_running.mask, SHARD)
-    return None if shard is None else shard.documents
+    forward = _forward()
+    return None if forward is None else forward.notes.documents
 
 
 def keywords(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the keywords for the forward of a model that was entered: without a cache, unless somebody asks for it."""
     # Where the model makes no mask for its layers, it hands down the one that it gets.
     modules = {sys.modules[type(layer).__module__] for layer in recurrent_layers(model)}
-    mask = {} if any(hasattr(module, _MASK) for module in modules) else {"attention_mask": _running.mask}
-    return {"use_cache": False, **kwargs, **mask}
-
-
-def leave_model(model: nn.Module, *_: Any) -> None:
-    """Forget the batch of a forward, also where it has raised."""
-    if _running.model is model:
-        _running.model = _running.mask = None
+    forward = _running.forward
+    if forward is None or any(hasattr(module, _MASK) for module in modules):
+        return {"use_cache": False, **kwargs}
+    return {"use_cache": False, **kwargs, "attention_mask": forward.notes.layer_mask}
 
 
 def _mask_of_layers(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,9 +257,10 @@ def _mask_of_layers(name: str, original: Callable[..., Any]) -> Callable[..., An
     @wraps(original)
     def mask(config: Any, *args: Any, **kwargs: Any) -> Any:
         # Checkpointing keeps arguments of layers, and they come in the recomputation, too; a global would not be right.
-        model = _running.model
-        is_ours = model is not None and any(config is getattr(part, "config", None) for part in model.modules())
-        return _running.mask if is_ours else original(config, *args, **kwargs)
+        forward = _forward()
+        if forward is not None and any(config is getattr(part, "config", None) for part in forward.model.modules()):
+            return forward.notes.layer_mask
+        return original(config, *args, **kwargs)
 
     return mask
 
@@ -227,16 +285,16 @@ def _over_shards(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def over_shards(*args: Any, **kwargs: Any) -> Any:
-        group, shard = _running.group, _running.shard
-        if group is None:
+        layer = _layer()
+        if layer is None:
             return original(*args, **kwargs)
         if name in _FUSED:
             return None
-        _running.calls += 1
+        layer.calls += 1
         # Models hand all keywords down, as position_ids; boundaries of documents would be those of a shard.
         kwargs = {key: x for key, x in kwargs.items() if key in parameters or not isinstance(x, Tensor)}
         make = _function.__wrapped__ if is_compiling() else _function
-        return make(name, original, group, boundaries)(*args, documents=shard.documents, **kwargs)
+        return make(name, original, layer.group, boundaries)(*args, documents=layer.notes.documents, **kwargs)
 
     return over_shards
 
@@ -275,13 +333,19 @@ def _enter(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         raise ArgumentError(f"{label}: {name!r} is not registered; call register(), then switch(model, name)")
     names, group = parameters_of(type(layer)), _groups[name]
     arguments = dict(zip(names, args, strict=False)) | kwargs
-    shard = noted(arguments.get("attention_mask"), SHARD)
-    if shard is None and group.size() == 1:
+    notes = noted(arguments.get("attention_mask"), label)
+    if notes is None and group.size() == 1:
         return None
-    if shard is None:
+    if notes is None:
         raise ArgumentError(
             f"{label}: no batch of shard_batch came here, so that this rank's samples would count as a part of one "
             f"sequence of {group.size()} ranks; call the whole model, model(**shard_batch(batch, group))"
+        )
+    shape = tuple(arguments[names[0]].shape[:2])
+    if notes.shape is not None and shape != notes.shape:
+        raise ShapeError(
+            f"{label}: {shape[0]} rows of {shape[1]} positions, and a batch of shard_batch of {notes.shape[0]} rows of "
+            f"{notes.shape[1]}; slice the rows of all of its entries alike"
         )
     if any(arguments.get(key) is not None for key in _CACHES):
         raise UnsupportedError(
@@ -291,10 +355,10 @@ def _enter(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     # Without padding None, as in one process: by a mask of ones a layer would multiply its input, a pass more.
     index = names.index("attention_mask")
     if index < len(args):
-        args = (*args[:index], shard.columns, *args[index + 1 :])
+        args = (*args[:index], notes.columns, *args[index + 1 :])
     else:
-        kwargs = {**kwargs, "attention_mask": shard.columns}
-    _running.group, _running.shard, _running.calls = group, shard, 0
+        kwargs = {**kwargs, "attention_mask": notes.columns}
+    _running.layer = _Layer(layer, group, notes, _layer())
     return args, kwargs
 
 
@@ -310,8 +374,11 @@ def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
 
 def _leave(layer: nn.Module, args: Any, result: Any) -> None:
     """Close the scope; reject a forward that called none of the functions, and so computed a shard alone."""
-    calls, inside, _running.group = _running.calls, _running.group is not None, None
-    if inside and not calls and result is not None and not is_compiling():  # it is None where the forward has raised
+    running = _running.layer
+    if running is None or running.module is not layer:
+        return
+    _running.layer = running.outer
+    if not running.calls and result is not None and not is_compiling():  # it is None where the forward has raised
         raise UnsupportedError(
             f"{getattr(layer, _NAME)}: {type(layer).__name__} called none of {', '.join(functions_of(type(layer)))}, "
             "as if a kernel replaced the whole layer, and a shard alone gives other numbers; load the model without "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tritoncomm.errors import ArgumentError, UnsupportedError
-from tritoncomm.integrations.batch_notes import LARGEST, noted
+from tritoncomm.integrations.batch_notes import noted
 from tritoncomm.integrations.recurrent_layers import parameters_of
 
 __all__ = ["bind", "is_bound", "release", "wrong_table"]
@@ -89,14 +89,14 @@ def _append(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return None
     index = parameters_of(type(module)).index("position_ids")
     positions = args[index] if index < len(args) else kwargs["position_ids"]
-    largest = noted(positions, LARGEST)
-    if largest is None:
+    notes = noted(positions, f"{name}: {type(module).__name__}")
+    if notes is None or notes.largest is None:
         raise ArgumentError(
             f"{name}: {type(module).__name__} chooses its table by the largest position, which is unknown here: "
             "shard_batch did not make these position_ids"
         )
     # Positions beyond the largest one are those of our padding, which one process does not have.
-    column = largest.to(positions).expand(*positions.shape[:-1], 1)
+    column = notes.largest.max().to(positions).expand(*positions.shape[:-1], 1)
     longer = torch.cat([torch.minimum(positions, column), column], -1)
     if index < len(args):
         return (*args[:index], longer, *args[index + 1 :]), kwargs

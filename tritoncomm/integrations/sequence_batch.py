@@ -15,7 +15,7 @@ from tritoncomm import variables
 from tritoncomm.core.agreement import agree
 from tritoncomm.errors import ArgumentError, CommError, ShapeError
 from tritoncomm.groups import resolve_sequence
-from tritoncomm.integrations.batch_notes import GROUP, LARGEST, LAYER_MASK, PADDED, SHARD, BatchShard, note
+from tritoncomm.integrations.batch_notes import BatchNotes, note
 
 __all__ = ["IGNORED", "next_labels", "shard_batch"]
 
@@ -71,21 +71,29 @@ def shard_batch(
     mask = batch.get("attention_mask")
     documents = _documents(batch, name) if mask is None else None
     positions = _positions(batch, ids.shape[1] + more, documents)
-    out: dict[str, Any] = {"input_ids": shard(ids, pad_token_id), "position_ids": positions[..., start:end].clone()}
-    note(out["position_ids"], GROUP, group.group_name)
-    if ids.numel():
-        note(out["position_ids"], LARGEST, positions[..., : ids.shape[1]].max())
+    out: dict[str, Any] = {
+        "input_ids": shard(ids, pad_token_id),
+        "position_ids": positions[..., start:end].clone(memory_format=torch.contiguous_format),
+    }
+    columns = None
     if mask is not None:
         mask = out["attention_mask"] = F.pad(mask, (0, more))
-    else:
-        note(out["position_ids"], PADDED, more)
-        if documents is not None:  # without a mask transformers looks for them in the positions of a shard
-            out["attention_mask"] = ids.new_ones(()).expand(positions.shape[-2:])
-    columns = None if mask is None else mask[:, start:end]
-    of_layers = torch.ones_like(out["input_ids"]) if columns is None else columns.clone()
-    for x in (out["position_ids"], of_layers):
-        note(x, SHARD, BatchShard(documents, columns))
-    note(out["position_ids"], LAYER_MASK, of_layers)
+        columns = mask[:, start:end]
+    elif documents is not None:  # without a mask transformers looks for them in the positions of a shard
+        out["attention_mask"] = ids.new_ones(()).expand(positions.shape[-2:])
+    of_rows = positions[..., : ids.shape[1]]
+    notes = BatchNotes(
+        shape=(ids.shape[0], end - start),
+        group=group.group_name,
+        documents=documents,
+        columns=columns,
+        padded=0 if mask is not None else more,
+        largest=of_rows.amax((0, 2) if of_rows.dim() == 3 else 1) if ids.numel() else None,
+    )
+    layer_mask = (
+        torch.ones_like(out["input_ids"]) if columns is None else columns.clone(memory_format=torch.contiguous_format)
+    )
+    note(out["position_ids"], notes.with_layer_mask(layer_mask))
     labels, items = _next_labels(batch, documents), batch.get("num_items_in_batch")
     if labels is not None:
         if items is not None and _drops_labels(batch, documents):

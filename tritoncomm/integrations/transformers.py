@@ -24,17 +24,7 @@ from tritoncomm import ulysses
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.groups import resolve_sequence
 from tritoncomm.integrations import model_parts, recurrent_layers, rotary_tables
-from tritoncomm.integrations.batch_notes import (
-    DOCUMENTS,
-    GROUP,
-    LAYER_MASK,
-    MADE,
-    PADDED,
-    SHARD,
-    BatchShard,
-    note,
-    noted,
-)
+from tritoncomm.integrations.batch_notes import DOCUMENTS, MADE, BatchNotes, mark, marked, noted
 from tritoncomm.integrations.sequence_batch import shard_batch
 
 __all__ = ["NAME", "group_of", "register", "shard_batch", "switch", "unregister"]
@@ -204,20 +194,31 @@ def _is_active(name: str, has_attention: bool, model: Any) -> bool:
 
 def _begin(name: str, has_attention: bool, model: Any, args: Any, kwargs: Any) -> Any:
     """Reject a batch that ``shard_batch`` did not make; hand its positions down to recurrent layers."""
-    if name not in _registered or not _is_active(name, has_attention, model) or recurrent_layers.is_inside():
+    if name not in _registered or not _is_active(name, has_attention, model) or recurrent_layers.is_inside(model):
         return None
+    label = f"{name}: {type(model).__name__}"
     arguments = dict(zip(recurrent_layers.parameters_of(type(model)), args, strict=False)) | kwargs
     ours, positions = _registered[name], arguments.get("position_ids")
-    mask = noted(positions, LAYER_MASK)
-    if ours.group.size() == 1 and mask is None:
+    notes = noted(positions, label)
+    if ours.group.size() == 1 and notes is None:
         return None  # one rank has all positions, whoever made the batch
     if not ours.own_positions:
         ours.check_positions(model, positions)
-    elif mask is None:
-        mask = torch.ones(1, 1)
-        note(mask, SHARD, BatchShard(None, None))
-    recurrent_layers.enter_model(model, mask)
+    if notes is None:
+        notes = BatchNotes().with_layer_mask(torch.ones(1, 1))
+    _check_rows(label, notes, arguments)
+    recurrent_layers.enter_model(model, notes)
     return (args, recurrent_layers.keywords(model, kwargs)) if recurrent_layers.is_bound(model, name) else None
+
+
+def _check_rows(label: str, notes: BatchNotes, arguments: dict[str, Any]) -> None:
+    """Reject tokens of other rows or positions than those of the batch that ``shard_batch`` made."""
+    tokens = arguments.get("inputs_embeds") if arguments.get("input_ids") is None else arguments.get("input_ids")
+    if isinstance(tokens, Tensor) and notes.shape is not None and tuple(tokens.shape[:2]) != notes.shape:
+        raise ShapeError(
+            f"{label}: tokens {list(tokens.shape)} with position_ids of {notes.shape[0]} rows of {notes.shape[1]} "
+            "positions; slice the rows of all entries of shard_batch alike"
+        )
 
 
 def _check_call(
@@ -238,13 +239,13 @@ def _check_call(
 
 def _check_bidirectional(label: str, position_ids: Any, group: ProcessGroup) -> None:
     """Reject batches that are right in causal models alone: padding without a mask, and packed sequences."""
-    if padded := noted(position_ids, PADDED):
+    notes = noted(position_ids, label)
+    if notes is not None and notes.padded:
         raise UnsupportedError(
-            f"{label} is bidirectional, and would attend to the {padded} positions that shard_batch added to the "
+            f"{label} is bidirectional, and would attend to the {notes.padded} positions that shard_batch added to the "
             f"sequence; pass an attention_mask, of ones, or sequences of a multiple of {group.size()} positions"
         )
-    shard = noted(position_ids, SHARD)
-    if shard is not None and shard.documents is not None:
+    if notes is not None and notes.documents is not None:
         raise UnsupportedError(f"{label} is bidirectional, and packed sequences are for causal models")
 
 
@@ -348,6 +349,8 @@ class _Implementation:
         if group.size() > 1 and not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
             _check_bidirectional(f"{self.name}: {type(module).__name__}", kwargs.get("position_ids"), group)
         packed = self._packed(module, attention_mask, kwargs)
+        if packed is not None and len(packed.documents) != len(query):
+            raise ShapeError(f"{self.name}: {len(query)} rows with the documents of {len(packed.documents)}")
         self._check(query, key, None if packed is not None else attention_mask, kwargs)
         query, key, value = ulysses.autocast((query, key, value))
         tensors = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -371,16 +374,16 @@ class _Implementation:
 
     def _packed(self, module: Any, mask: Any, kwargs: dict[str, Any]) -> "_PackedMask | None":
         """Return the documents that a mask of ours stands for, or those of position_ids; None for one document."""
-        packed = noted(mask, DOCUMENTS)
-        shard = noted(kwargs.get("position_ids"), SHARD)
-        if packed is not None or shard is None or shard.documents is None:
+        packed = marked(mask, DOCUMENTS)
+        notes = noted(kwargs.get("position_ids"), f"{self.name}: {type(module).__name__}")
+        if packed is not None or notes is None or notes.documents is None:
             return packed
         if kwargs.get("sliding_window") is not None or (isinstance(mask, Tensor) and mask.dim() == 4):
             raise UnsupportedError(
                 f"{self.name}: {type(module).__name__} has a mask of its own, and packed documents; give its model to "
                 "switch()"
             )
-        return _PackedMask(shard.documents, {})
+        return _PackedMask(notes.documents, {})
 
     def _by_documents(
         self, module: Any, tensors: tuple[Tensor, ...], packed: "_PackedMask", kwargs: dict[str, Any]
@@ -446,18 +449,19 @@ class _Implementation:
 
     def check_positions(self, module: Any, position_ids: Any) -> None:
         """Reject position ids that ``shard_batch`` did not make for this group: the batch may not be sharded."""
-        over = noted(position_ids, GROUP)
-        if over is None:
+        notes = noted(position_ids, f"{self.name}: {type(module).__name__}")
+        if notes is None:
             raise ArgumentError(
                 f"{self.name}: shard_batch did not make these position_ids: this rank's samples would count as a part "
                 f"of one sequence of {self.group.size()} ranks. Move the batch to its device, then call "
                 "model(**shard_batch(batch, group)), in training and in evaluation; or train with UlyssesTrainerMixin. "
-                "Before generate(), switch(model, 'sdpa')"
+                "Slices of its rows, x[a:b], count as its own; copies and rows by index do not. Before generate(), "
+                "switch(model, 'sdpa')"
             )
-        if over != self.group.group_name:
+        if notes.group != self.group.group_name:
             raise ArgumentError(
-                f"{self.name}: shard_batch made these position_ids for the group {over!r}, and attention is over the "
-                f"group {self.group.group_name!r}; pass both the same group"
+                f"{self.name}: shard_batch made these position_ids for the group {notes.group!r}, and attention is "
+                f"over the group {self.group.group_name!r}; pass both the same group"
             )
 
     def _judge(self, module: Any) -> None:
@@ -505,7 +509,9 @@ class _Implementation:
                 f"{self.name}: attention mask {list(mask.shape)} is not one of all {positions} positions, the same for "
                 "all heads; shard_batch makes one"
             )
-        window, is_made = kwargs.get("sliding_window"), is_compiling() or noted(mask, MADE)
+        window, is_made = kwargs.get("sliding_window"), is_compiling() or marked(mask, MADE)
+        if mask.shape[0] != query.shape[0] and (mask.shape[0] != 1 or mask.dim() == 2 or marked(mask, MADE)):
+            raise ShapeError(f"{self.name}: attention mask {list(mask.shape)} for {query.shape[0]} rows")
         if window is not None and window < positions and not is_made:
             raise UnsupportedError(f"{self.name}: a 4-D mask of the caller has no sliding window")
 
@@ -527,13 +533,15 @@ class _Implementation:
             # Of the shape that layers expect, without its memory; whoever attends by it gets NaN.
             mask = torch.zeros((), dtype=torch.bool, device=kwargs.get("device"))
             mask = mask.expand(batch_size, 1, positions, positions)
-            note(mask, DOCUMENTS, _PackedMask(documents, kwargs))
+            mark(mask, DOCUMENTS, _PackedMask(documents, kwargs))
             return mask
         if attention_mask is not None and attention_mask.shape[-1] != positions:
             raise ShapeError(
                 f"{self.name}: attention_mask {list(attention_mask.shape)} is not one of all {positions} positions; "
                 "shard_batch leaves it so"
             )
+        if attention_mask is not None and attention_mask.shape[0] != batch_size:
+            raise ShapeError(f"{self.name}: attention_mask {list(attention_mask.shape)} for {batch_size} rows")
         causal_with_more = not kwargs.get("allow_is_causal_skip", True) and "allow_is_bidirectional_skip" not in kwargs
         if self.group.size() > 1 and (causal_with_more or kwargs.get("use_vmap")):
             raise UnsupportedError(
@@ -545,5 +553,5 @@ class _Implementation:
         # All queries and all keys, both from position 0 on.
         mask = self.inner_mask(batch_size, positions, positions, 0, 0, attention_mask=attention_mask, **kwargs)
         if isinstance(mask, Tensor) and not is_compiling():
-            note(mask, MADE, True)  # on its storage, which slices share
+            mark(mask, MADE, True)  # on its storage, which slices share
         return mask
