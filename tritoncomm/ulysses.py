@@ -4,7 +4,8 @@ Every rank holds a shard of the sequence with all heads; inside attention it hol
 the heads. q, k and v travel in one all-to-all, the result in another; backward likewise.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -28,6 +29,7 @@ __all__ = [
     "AttentionExchange",
     "UlyssesAttention",
     "autocast",
+    "dropout_by_rank",
     "exchange_for",
     "to_heads",
     "to_sequence",
@@ -35,6 +37,36 @@ __all__ = [
 
 # (call of the forward, call of the backward).
 _TO_HEADS, _TO_SEQUENCE = (heads.to_heads, heads.to_sequence), (heads.to_sequence, heads.to_heads)
+
+
+@contextmanager
+def dropout_by_rank(group: GroupLike | None = None) -> Iterator[None]:
+    """Let ranks draw different random numbers within: independent dropout masks for the shards of a sequence.
+
+    Ranks that were seeded alike draw alike, so that all shards, and in attention all shares of heads, have one mask.
+    Within, each rank draws from a seed of its own: one number of the CPU's default generator, which all ranks have
+    equal, plus the rank. Afterwards this generator has drawn that number alone, and the current device's nothing: ranks
+    are equal again. Put forward and backward inside. Checkpoints of both kinds draw again what they drew.
+
+    Args:
+        group: the ranks that hold the sequence; the tensor group by default, unless there is a context axis.
+
+    Raises:
+        GroupError: no group is given, and there is a context axis or no default.
+
+    Example:
+        ``with dropout_by_rank(group): model(**shard_batch(batch, group)).loss.backward()``
+    """
+    group = resolve_sequence(group, "dropout_by_rank")
+    seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_()) + group.rank()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = "cuda" if accelerator is None else accelerator.type
+    devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
+    with torch.random.fork_rng(devices, device_type=kind):
+        torch.default_generator.manual_seed(seed)
+        if accelerator is not None:
+            torch.get_device_module(kind).manual_seed(seed)
+        yield
 
 
 class AttentionExchange(NamedTuple):

@@ -383,6 +383,16 @@ def _misuses(group: dist.ProcessGroup, name: str, folder: str) -> dict[str, str]
     may_be_means = summing(model=_model(), args=args, train_dataset=masked, eval_dataset=masked, ulysses=name)
     errors["sums or means, train"] = _error(may_be_means.train)
     errors["sums or means, evaluate"] = _error(may_be_means.evaluate)
+    from peft import PromptTuningConfig, get_peft_model
+    from tiny_models import tiny
+
+    errors["own loss"] = _error(lambda: kind(model=tiny("whisper"), args=args, train_dataset=samples))
+    prompts = get_peft_model(_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    errors["prompts"] = _error(lambda: kind(model=prompts, args=args, train_dataset=samples))
+    transformers = _library()
+    sequence = type("Sequence", (UlyssesTrainerMixin, transformers.Seq2SeqTrainer), {})
+    generating = transformers.Seq2SeqTrainingArguments(folder, use_cpu=True, report_to=[], predict_with_generate=True)
+    errors["generation"] = _error(lambda: sequence(model=_model(), args=generating, train_dataset=samples))
     errors["options"] = _options_refused(kind, args, samples)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -39,7 +39,7 @@ def noted_tensor(draw: random.Random) -> tuple[Tensor, BatchNotes]:
     x = torch.arange(100, 100 + torch.Size((*planes, rows, positions)).numel()).view(*planes, rows, positions)
     marks = (x if x.dim() == 2 else x[0])[:, 0]
     notes = BatchNotes(shape=(rows, positions), documents=[[0, int(mark)] for mark in marks], largest=marks.clone())
-    notes = notes.with_layer_mask((x if x.dim() == 2 else x[0]).clone())
+    notes = notes.complete((x if x.dim() == 2 else x[0]).clone(), (x if x.dim() == 2 else x[0]).clone())
     note(x, notes)
     return x, notes
 
@@ -81,9 +81,13 @@ def test_views(seed: int) -> None:
         assert marks == [starts[1] for starts in found.documents or []]
         assert found.layer_mask is not None
         assert found.layer_mask[:, 0].tolist() == marks
-        own = noted(found.layer_mask, "mask")
+        assert found.counted is not None
+        assert found.counted[:, 0].tolist() == marks
+        own, of_counted = noted(found.layer_mask, "mask"), noted(found.counted, "positions")
         assert own is not None
-        assert (own.documents, own.layer_mask) == (found.documents, None)
+        assert of_counted is not None
+        assert (own.documents, own.layer_mask, own.counted) == (found.documents, None, None)
+        assert (of_counted.layer_mask is found.layer_mask, of_counted.counted) == (True, None)
         for part in view.reshape(-1, rows, positions) if view.numel() else ():
             index = [next(k for k, plane in enumerate(planes) if row in plane.tolist()) for row in part.tolist()]
             assert len(set(index)) == 1
@@ -115,10 +119,11 @@ def test_notes_are_freed_with_their_batch() -> None:
     x, notes = noted_tensor(random.Random(1))
     found = noted(x[:1], "test")
     assert found is not None
-    kept = [weakref.ref(notes.layer_mask.untyped_storage()), weakref.ref(found.layer_mask.untyped_storage())]  # pyright: ignore
+    tensors = [notes.layer_mask, notes.counted, found.layer_mask, found.counted]
+    kept = [weakref.ref(tensor.untyped_storage()) for tensor in tensors if tensor is not None]
     gc.disable()
     try:
-        del x, notes, found
-        assert [ref() for ref in kept] == [None, None]
+        del x, notes, found, tensors
+        assert [ref() for ref in kept] == [None] * 4
     finally:
         gc.enable()

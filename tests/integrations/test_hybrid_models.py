@@ -841,3 +841,73 @@ def test_a_model_inside_of_another_has_its_own_batch(group: ProcessGroup) -> Non
         assert seen == [expected["plain"]]
     finally:
         ours.unregister()
+
+
+def masks_of(model: Any, call: Callable[[], None]) -> list[Tensor]:
+    """Zeros of the results of every dropout in a call."""
+    masks: list[Tensor] = []
+    hooks = [
+        part.register_forward_hook(lambda module, args, out: masks.append(out.detach() == 0))
+        for part in model.modules()
+        if isinstance(part, nn.Dropout)
+    ]
+    call()
+    for hook in hooks:
+        hook.remove()
+    return masks
+
+
+@pytest.mark.ranks(2)
+def test_dropout_by_rank(group: ProcessGroup) -> None:
+    """Masks of shards are equal where ranks are seeded alike, and independent within; generators stay equal."""
+    import transformers
+
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64}
+    config = transformers.GPT2Config(**sizes, embd_pdrop=0.25, resid_pdrop=0.25, attn_pdrop=0.25)
+    torch.manual_seed(0)
+    model, registered, ids = transformers.GPT2LMHeadModel(config).train(), ours.register(group), drawn(4)
+    batch = ours.shard_batch({"input_ids": ids, "labels": ids}, group)
+
+    def equal_share(x: Tensor) -> float:
+        both = [torch.empty_like(x) for _ in range(2)]
+        dist.all_gather(both, x, group=group)
+        return float((both[0] == both[1]).float().mean())
+
+    def step(seed: int | None = None) -> list[Tensor]:
+        if seed is not None:
+            torch.manual_seed(seed)
+        model.zero_grad()
+        masks = masks_of(model, lambda: model(**batch, use_cache=False).loss.backward())
+        return masks
+
+    try:
+        ours.switch(model, registered)
+        assert {equal_share(mask) for mask in step(7)} == {1.0}
+        torch.manual_seed(7)
+        with ours.dropout_by_rank(group):
+            masks = step()
+        shares = [equal_share(mask) for mask in masks]
+        assert all(abs(share - 0.625) < 0.05 for share in shares), shares  # 0.25 ** 2 + 0.75 ** 2
+        after = torch.get_rng_state()
+        assert equal_share(after) == 1.0
+        torch.manual_seed(7)
+        torch.empty((), dtype=torch.int64).random_()
+        assert torch.equal(torch.get_rng_state(), after)
+        with ours.dropout_by_rank(group):
+            assert not torch.equal(step()[0], masks[0])  # the next step draws other masks
+        grads = []
+        for change in (lambda model: model.train(), checkpointed(False), checkpointed(True)):
+            change(model)
+            model.enable_input_require_grads()
+            torch.manual_seed(7)
+            with ours.dropout_by_rank(group):
+                step()
+            grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+            assert torch.equal(torch.get_rng_state(), after)
+        for others in grads[1:]:
+            assert all(torch.equal(one, other) for one, other in zip(grads[0], others, strict=True))
+        with pytest.raises(KeyboardInterrupt), ours.dropout_by_rank(group):
+            raise KeyboardInterrupt
+        assert equal_share(torch.get_rng_state()) == 1.0
+    finally:
+        ours.unregister()

@@ -1,6 +1,7 @@
 """Every causal language model of transformers is right over sequence shards, or refused by name: never wrong.
 
-``make test-models`` runs all. Elsewhere a twentieth runs, drawn by the commit.
+Logits and losses, without a mask, with one of ones, and with padding at either side. ``make test-models`` runs all.
+Elsewhere models of each kind run, and a few that the commit draws.
 """
 
 import copy
@@ -15,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from model_sweep import verdict
+import torch.distributed as dist
+from model_sweep import KINDS, batch_of, verdicts
 from pool import Pool
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -28,34 +30,41 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
 FOLDER = Path(__file__).parents[1]
-SWEEPS: dict[str, dict[str, list[int]]] = json.loads((FOLDER / "models.json").read_text())
-"""By release, the numbers of ranks at which a model was right in a full sweep; each leaves with its measured error."""
+SWEEPS: dict[str, dict[str, dict[str, list[str]]]] = json.loads((FOLDER / "models.json").read_text())
+"""By release, model and number of ranks: the kinds of batches that were right in a full sweep."""
 RELEASE = metadata.version("transformers") if importlib.util.find_spec("transformers") else ""
-RIGHT = SWEEPS.get(RELEASE, {name: [] for models in SWEEPS.values() for name in models})
+RIGHT = SWEEPS.get(RELEASE, {name: {} for models in SWEEPS.values() for name in models})
 """Those of the installed release; of one that was never swept it is only known that none may be wrong."""
+OF_EACH_KIND = (
+    "llama", "gpt2", "opt", "mistral", "gemma3_text", "mixtral", "gpt_neox", "phi3", "qwen3_5_text", "mamba2", "bamba",
+    "bart", "whisper", "biogpt", "longcat_flash", "phi4_multimodal",
+)  # fmt: skip
+"""Models that differ in positions, masks, windows, experts, recurrences, losses and towers."""
 
 
 def drawn() -> list[str]:
-    """A twentieth of the models that ran, by the hash of the commit; by nothing in a tree without git."""
+    """A fortieth of the models that ran, by the hash of the commit; by nothing in a tree without git."""
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=FOLDER, capture_output=True, text=True, check=False)
-    return sorted(random.Random(head.stdout.strip()).sample(sorted(RIGHT), len(RIGHT) // 20))
+    return sorted(random.Random(head.stdout.strip()).sample(sorted(set(RIGHT) - {*OF_EACH_KIND}), len(RIGHT) // 40))
 
 
 def check(pool: Pool, name: str, world: int, seed: int, kv_heads: int) -> None:
-    (found, *others) = pool.run(verdict, name, seed, kv_heads, world=world, timeout=110)
+    (found, *others) = pool.run(verdicts, name, seed, kv_heads, world=world, timeout=110)
     assert all(other == found for other in others)
-    if found == "absent":
+    if found[KINDS[0]] == "absent":
         pytest.skip(f"the installed transformers has no {name}")
     again = f"pytest tests/integrations/test_models.py -k 'every and {name}-'"
-    assert not found.startswith("wrong"), f"{name} at {world} ranks: {found}; {again}"
-    if world in RIGHT[name]:
-        assert found == "right", f"{name} at {world} ranks was right: {found}; {again}"
+    for kind, text in found.items():
+        assert not text.startswith("wrong"), f"{name}, {kind}, at {world} ranks: {text}; {again}"
+        if kind in RIGHT[name].get(str(world), []):
+            assert text == "right", f"{name}, {kind}, at {world} ranks was right: {text}; {again}"
+        if text.startswith("refused"):
+            assert text.split(": ")[1] in ("UnsupportedError", "ArgumentError", "ShapeError"), text
 
 
-@pytest.mark.parametrize("name", drawn())
-def test_a_twentieth_of_the_models(pool: Pool, name: str) -> None:
-    for world in (1, 2):
-        check(pool, name, world, 0, 2)
+@pytest.mark.parametrize("name", [*OF_EACH_KIND, *drawn()])
+def test_models_of_each_kind_and_some_others(pool: Pool, name: str) -> None:
+    check(pool, name, 2, 0, 2)
 
 
 @pytest.mark.slow
@@ -426,5 +435,104 @@ def test_arguments_that_attention_would_ignore_are_refused(group: ProcessGroup) 
         if group.size() > 1:
             with pytest.raises(UnsupportedError, match="its layers of the kind linear_attention"):
                 other(**batch, use_cache=False)
+    finally:
+        ours.unregister()
+
+
+def composite(name: str) -> Any:
+    """A tiny model of text and images."""
+    import transformers as t
+
+    t.logging.set_verbosity_error()
+    text = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    if name == "llava":
+        vision = t.SiglipVisionConfig(
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            image_size=16,
+            patch_size=8,
+        )
+        config: Any = t.LlavaConfig(vision_config=vision, text_config=t.LlamaConfig(**text), image_token_index=98)
+        return t.LlavaForConditionalGeneration(config).eval()
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    linear = {
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "rope_parameters": rope}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 4, "out_hidden_size": 32}
+    tokens = {"image_token_id": 98, "video_token_id": 97, "vision_start_token_id": 96, "vision_end_token_id": 95}
+    config = t.Qwen3_5Config(vision_config=vision, text_config={**text, **linear, **kinds}, **tokens)
+    return t.Qwen3_5ForConditionalGeneration(config).eval()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["llava", "qwen3_5"])
+def test_composite_models_on_text(group: ProcessGroup, name: str) -> None:
+    """Only the language model is judged, whatever its tower has; images are refused in a sentence that says so."""
+    model, registered = composite(name), ours.register(group)
+    reference = copy.deepcopy(model)
+    try:
+        ours.switch(model, registered)
+        for kind in KINDS:
+            batch = batch_of(kind, 0)
+            with torch.no_grad():
+                wanted = reference(**batch, use_cache=False)
+                found = model(**ours.shard_batch(batch, group), use_cache=False)
+            seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).chunk(2, 1)[group.rank()].bool()
+            part = wanted.logits.chunk(2, 1)[group.rank()]
+            assert (found.logits - part)[seen].abs().max() < 2e-5, kind
+            dist.all_reduce(found.loss, group=group)
+            assert abs(found.loss - wanted.loss) < 1e-5 * wanted.loss, kind
+        pixels = torch.zeros(1, 3, 16, 16)
+        with pytest.raises(UnsupportedError, match="'pixel_values': images, videos and audio are not supported over"):
+            ours.shard_batch({**batch, "pixel_values": pixels}, group)
+        images = {"pixel_values": pixels}
+        if name == "qwen3_5":
+            images = {"pixel_values": torch.zeros(16, 1536), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+        with pytest.raises(UnsupportedError, match=r"VisionModel: images, videos and audio are not supported"):
+            model(**ours.shard_batch(batch, group), **images, use_cache=False)
+        ours.switch(model, "sdpa")
+        assert torch.equal(model(**batch, use_cache=False).logits, wanted.logits)
+    finally:
+        ours.unregister()
+
+
+@pytest.mark.ranks(2)
+def test_positions_by_the_mask_need_switch(group: ProcessGroup) -> None:
+    """OPT numbers positions by its padding mask; a copy of a switched model does so over shards, too."""
+    from tiny_models import tiny  # imports transformers
+
+    model: Any = tiny("opt")
+    reference, copied, batch, registered = (
+        copy.deepcopy(model),
+        copy.deepcopy(model),
+        batch_of("left", 0),
+        ours.register(group),
+    )
+    try:
+        copied.set_attn_implementation(registered)
+        with pytest.raises(UnsupportedError, match=r"numbers positions by its padding mask; give the model to switch"):
+            copied(**ours.shard_batch(batch, group), use_cache=False)
+        ours.switch(model, registered)
+        with torch.no_grad():
+            wanted = reference(**batch, use_cache=False).logits.chunk(2, 1)[group.rank()]
+            seen = batch["attention_mask"].chunk(2, 1)[group.rank()].bool()
+            for each in (model, copy.deepcopy(model)):
+                shard = ours.shard_batch(batch, group)
+                assert (each(**shard, use_cache=False).logits - wanted)[seen].abs().max() < 1e-5
+                rows = {key: x[1:] if x.dim() > 1 else x for key, x in shard.items()}
+                assert (each(**rows, use_cache=False).logits - wanted[1:])[seen[1:]].abs().max() < 1e-5
+            own = {**batch, "position_ids": torch.arange(16).expand(2, 16)}
+            wanted = reference(**own, use_cache=False).logits.chunk(2, 1)[group.rank()]
+            assert (model(**ours.shard_batch(own, group), use_cache=False).logits - wanted)[seen].abs().max() < 1e-5
     finally:
         ours.unregister()

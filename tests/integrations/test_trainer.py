@@ -1,13 +1,22 @@
 """transformers' Trainer over sequence shards is the Trainer of one process; every misuse raises on every rank."""
 
+import ast
+import importlib
 import importlib.util
-from collections.abc import Callable, Iterable
+import inspect
+import pkgutil
+import textwrap
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 from jobs import run_job
 from torch.distributed import TCPStore
 from trainer_jobs import KINDS, PACKED, Report, Run, run_job_of_trainers
+
+import tritoncomm
+from tritoncomm.integrations.trainer import TRAINERS, UlyssesTrainerMixin
 
 pytestmark = [
     pytest.mark.skipif(
@@ -131,6 +140,10 @@ MISUSES = {
     "no registration": "ArgumentError: 'none' is not registered here",
     "a group of one": "register: the sequence group has one rank of 2, so no sequence is sharded; "
     "initialize(context=...) with the number of ranks that share one",
+    "own loss": "UnsupportedError: Sharded: WhisperForCausalLM computes its loss by a formula of its own",
+    "prompts": "UnsupportedError: Sharded: prompt learning puts virtual tokens before every shard",
+    "generation": "UnsupportedError: Sequence: predict_with_generate: not supported over sequence shards; set "
+    "predict_with_generate=False, and generate on full sequences after switch(model, 'sdpa')",
     "options": "UnsupportedError: Sharded: compute_loss_func, label_smoothing_factor, dispatch_batches, "
     "train_sampling_strategy='batch_rebalance': not supported over sequence shards",
 }
@@ -141,3 +154,66 @@ def test_every_misuse_raises_on_every_rank(two_ranks: list[Report]) -> None:
         assert report.errors.keys() == MISUSES.keys()
         for case, text in MISUSES.items():
             assert report.errors[case].startswith(text), (case, report.errors[case])
+
+
+def trainers() -> Iterator[type]:
+    """Trainers of transformers, and of TRL where it is installed."""
+    warnings.simplefilter("ignore")
+    import transformers
+
+    yield from (transformers.Trainer, transformers.Seq2SeqTrainer)
+    if importlib.util.find_spec("trl") is None:
+        return
+    trl: Any = importlib.import_module("trl")
+    for module in pkgutil.walk_packages(trl.__path__, "trl."):
+        if "trainer" not in module.name and "experimental" not in module.name:
+            continue
+        try:
+            found = vars(importlib.import_module(module.name)).values()
+        except (ImportError, RuntimeError):  # of an extra that is not installed
+            continue
+        for kind in found:
+            is_trainer = isinstance(kind, type) and issubclass(kind, transformers.Trainer)
+            if is_trainer and kind.__module__.startswith("trl") and not kind.__name__.startswith("_"):
+                yield kind
+
+
+def attributes(kind: type) -> set[str]:
+    """Names of a class and its bases, and of all that their methods assign to self."""
+    names = set(dir(kind))
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] not in ("transformers", "trl", "tritoncomm"):
+            continue
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and ast.unparse(node.value) == "self"
+            ):
+                names.add(node.attr)
+    return names
+
+
+def test_nobody_else_takes_the_names_of_the_mixin() -> None:
+    """TRL's GRPOTrainer has a counter `_step`; names of a class begin with its own name where they are private."""
+    import transformers
+
+    overridden = attributes(transformers.Trainer)
+    own = {name for name in attributes(UlyssesTrainerMixin) if not name.startswith("__")} - overridden
+    assert {name for name in own if name.startswith("_") and not name.startswith("_UlyssesTrainerMixin__")} == set()
+    for kind in trainers():
+        assert own & (attributes(kind) - overridden) == set(), kind
+
+
+def test_trainers_of_trl_are_refused_when_they_are_made() -> None:
+    """By their own names, subclasses too, with the remedy; a trainer that TRL adds is not known, and refused."""
+    for name, reason in [*TRAINERS.items(), ("NewTrainer", "is not known to be right")]:
+        base = type(name, (), {"__module__": f"trl.trainer.{name.lower()}", "training_step": None})
+        for kind in (base, type("Own", (base,), {"__module__": "own"})):
+            mixed = type("Mixed", (UlyssesTrainerMixin, kind), {})
+            words = f"Mixed: {name} {reason}: not supported over sequence shards" if reason else "'x' is not registered"
+            with pytest.raises(tritoncomm.errors.CommError, match=words):
+                mixed(ulysses="x")
+    for kind in trainers():
+        name = kind.__name__
+        assert not kind.__module__.startswith("trl.") or name in TRAINERS, f"is {name} right over sequence shards?"

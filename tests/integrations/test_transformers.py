@@ -240,7 +240,10 @@ def test_refusals(group: ProcessGroup) -> None:
         (argument, "needs a model of transformers, not Linear", lambda: ours.switch(torch.nn.Linear(1, 1), name)),
         (unsupported, "cannot change the attention of BloomForCausalLM", lambda: ours.switch(bloom(), name)),
         (argument, "'none' is not registered here", lambda: ours.group_of("none")),
-        (argument, "'pixel_values' is not supported", lambda: ours.shard_batch({**batch, "pixel_values": ids}, group)),
+        (argument, "'whatever' is not supported", lambda: ours.shard_batch({**batch, "whatever": ids}, group)),
+        *[(unsupported, f"'{key}': images, videos and audio are not supported over sequence shards; pass batches of",
+           lambda key=key: ours.shard_batch({**batch, key: ids}, group))
+          for key in ("pixel_values", "image_grid_thw", "pixel_values_videos", "input_features", "audio_values")],
         (shape, "labels .* needs the shape", lambda: ours.shard_batch({**batch, "labels": ids[:, 1:]}, group)),
         (shape, "not one of all 16 positions", lambda: model(**local, attention_mask=torch.ones(2, 8))),
         (shape, "same for all heads", lambda: model(**local, attention_mask=heads)),
@@ -340,8 +343,8 @@ def test_batches_that_are_no_shards(group: ProcessGroup) -> None:
             mismatch, match=r"ranks of the group have different batches.*input_ids is \[2, 16\] of int64"
         ):
             ours.shard_batch(mine, group)
-    bad = {**batch, "pixel_values": x} if rank else batch
-    with pytest.raises(argument if rank else mismatch, match="'pixel_values' is not supported"):
+    bad = {**batch, "whatever": x} if rank else batch
+    with pytest.raises(argument if rank else mismatch, match="'whatever' is not supported"):
         ours.shard_batch(bad, group)
     ours.shard_batch(batch, group)
     for setting, value in ((variables.CHECK, True), (variables.HASH, 4)):

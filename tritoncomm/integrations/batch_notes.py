@@ -27,6 +27,8 @@ class BatchNotes:
         columns: this rank's columns of the padding mask, ``[b, s]``; None without padding.
         padded: positions added to a sequence without a mask.
         largest: largest position of each row ``[b]``, without those added; None without positions.
+        counted: positions ``[b, s]`` that count no padding, -1 at padding; None without a mask, or with positions of
+            the caller.
         layer_mask: mask of this rank's positions ``[b, s]`` that models hand to recurrent layers; it has these notes,
             too, but for itself.
     """
@@ -37,6 +39,7 @@ class BatchNotes:
     columns: Tensor | None = None
     padded: int = 0
     largest: Tensor | None = None
+    counted: Tensor | None = None
     layer_mask: Tensor | None = None
     _selections: "dict[tuple[int, ...], BatchNotes]" = field(default_factory=dict, repr=False)
 
@@ -48,19 +51,21 @@ class BatchNotes:
                 documents = None
             notes = replace(
                 self, shape=(len(rows), self.shape[1] if self.shape else 0), documents=documents,
-                columns=_take(self.columns, rows), largest=_take(self.largest, rows), layer_mask=None, _selections={},
+                columns=_take(self.columns, rows), largest=_take(self.largest, rows), counted=None, layer_mask=None,
+                _selections={},
             )  # fmt: skip
-            if self.layer_mask is not None:
-                notes = notes.with_layer_mask(_take(self.layer_mask, rows))
-            self._selections[rows] = notes
+            mask, counted = _take(self.layer_mask, rows), _take(self.counted, rows)
+            self._selections[rows] = notes if mask is None else notes.complete(mask, counted)
         return self._selections[rows]
 
-    def with_layer_mask(self, mask: Tensor | None) -> "BatchNotes":
-        """Return these notes with a mask for recurrent layers, which gets them as they are."""
-        # The mask's notes do not have the mask: a storage that keeps itself alive is never freed.
-        if mask is not None:
-            note(mask, self)
-        return replace(self, layer_mask=mask, _selections={})
+    def complete(self, layer_mask: Tensor, counted: Tensor | None) -> "BatchNotes":
+        """Return these notes with a mask for recurrent layers and positions without padding, which get them, too."""
+        # The notes of a tensor do not have this tensor: a storage that keeps itself alive is never freed.
+        note(layer_mask, self)
+        notes = replace(self, layer_mask=layer_mask, _selections={})
+        if counted is not None:
+            note(counted, notes)
+        return replace(notes, counted=counted, _selections={})
 
 
 def note(x: Tensor, notes: BatchNotes) -> None:

@@ -9,24 +9,27 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+import textwrap
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
-from tritoncomm.integrations import rotary_tables
+from tritoncomm.integrations import losses, rotary_tables
 
 __all__ = [
-    "ROUTER_LOSS", "called", "has_attention", "outermost", "outputs_of", "unknown_part", "wrong_attention",
-    "wrong_part",
+    "ROUTER_LOSS", "called", "callers", "counts_unpadded", "has_attention", "language_parts", "outermost", "outputs_of",
+    "towers", "unknown_part", "wrong_attention", "wrong_loss", "wrong_part",
 ]  # fmt: skip
 
 _ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 _BY_POSITION = {"mlp", "moe", "sparse", "dense"}  # kinds of MLP, which work on positions one by one
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _OWN_POSITIONS = "create_position_ids_from_input_ids"
+_POSITIONS = re.compile("posit|rotary|rope|wpe|alibi|relative", re.IGNORECASE)  # names of tables of positions
+_PROMPTS = "prompt learning puts virtual tokens before every shard; use adapters such as LoRA"
 ROUTER_LOSS = "every rank would add the router's auxiliary loss, of its own tokens"
 # Names of the outputs that a forward is annotated with: one result for each position, and one for a whole sequence.
 _BY_TOKEN = re.compile(
@@ -43,9 +46,11 @@ def wrong_part(model: Any, attention: str, sharded: bool, served: Collection[nn.
         sharded: whether there are several ranks.
         served: recurrent layers that compute over shards.
     """
+    if sharded and any(_learns_prompts(module) for module in model.modules()):
+        return _PROMPTS
     model = outermost(model.modules()) or model
-    config = _text_config(model.config)
-    kinds = [type(module) for module in model.modules()]
+    config, parts = _text_config(model.config), language_parts(model)
+    kinds = [type(module) for module in parts]
     if attention == "sdpa" and not getattr(model, "_supports_sdpa", True) and _calls_registry(kinds):
         return "transformers says that it does not support 'sdpa'"
     if problem := _wrong_source(kinds):
@@ -58,15 +63,23 @@ def wrong_part(model: Any, attention: str, sharded: bool, served: Collection[nn.
         return "it has a state that runs along the sequence, and would stop at the end of every shard"
     if getattr(config, "output_router_logits", False) or getattr(model.config, "output_router_logits", False):
         return f"output_router_logits: {ROUTER_LOSS}; set it to False"
-    if problem := rotary_tables.wrong_table(model) or _wrong_head(model):
+    if problem := rotary_tables.wrong_table(parts) or _wrong_head(model) or _wrong_positions(model):
         return problem
-    if any(getattr(module, "layerdrop", 0) for module in model.modules()):
+    if any(getattr(module, "layerdrop", 0) for module in parts):
         return "layerdrop: every rank would draw for itself which layers run; set it to 0"
-    if any(getattr(module, "neftune_noise_alpha", None) for module in model.modules()):
+    if any(getattr(module, "neftune_noise_alpha", None) for module in parts):
         return "the noise of NEFTune is scaled by the length, and equal on all shards; turn it off"
-    if not _kinds(config) and (mixers := sorted({type(module).__name__ for module in _mixers(model)})):
+    if not _kinds(config) and (mixers := sorted({type(module).__name__ for module in _mixers(parts)})):
         return f"{', '.join(mixers)} in its layers mixes positions, and would stop at the end of every shard"
     return None
+
+
+def _learns_prompts(module: nn.Module) -> bool:
+    """Whether a module is a model of peft with virtual tokens."""
+    configs = getattr(module, "peft_config", None)
+    return isinstance(configs, Mapping) and any(
+        getattr(config, "is_prompt_learning", False) for config in configs.values()
+    )
 
 
 def unknown_part(model: Any) -> str | None:
@@ -78,7 +91,7 @@ def unknown_part(model: Any) -> str | None:
     if _kinds(_text_config(model.config)):
         return None
     # Only attention that calls transformers' registry may mix positions, and the source has to show it.
-    if not _calls_registry([type(module) for module in model.modules()]):
+    if not _calls_registry([type(module) for module in language_parts(model)]):
         return f"no layer_types are in its config, and its code does not call {_REGISTRY}"
     return None
 
@@ -171,6 +184,123 @@ def called() -> Any | None:
     return outermost(reversed(owners))
 
 
+def language_parts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model but for those of its towers, which text does not enter."""
+    excluded = {id(module) for tower in towers(model) for module in tower.modules()}
+    return [module for module in model.modules() if id(module) not in excluded]
+
+
+def towers(model: nn.Module) -> list[nn.Module]:
+    """Return the models of images or audio inside of a model: neither its language model, nor around it."""
+    kind = importlib.import_module("transformers").PreTrainedModel
+    outer: Any = outermost(model.modules())
+    if outer is None or getattr(outer.config, "is_encoder_decoder", False):
+        return []
+    language_model = _language_model(outer)
+    return [
+        module
+        for module in outer.modules()
+        if isinstance(module, kind) and not any(part is language_model for part in module.modules())
+    ]
+
+
+def _language_model(outer: Any) -> Any:
+    """Return the model that embedded tokens are handed to; the model itself where nothing says which."""
+    kind = importlib.import_module("transformers").PreTrainedModel
+    inner = {id(module) for module in outer.modules() if isinstance(module, kind) and module is not outer}
+    decoder = outer.get_decoder() if hasattr(outer, "get_decoder") else outer
+    if id(decoder) in inner:
+        return decoder
+    for owner in (outer, getattr(outer, "base_model", outer)):
+        for name in _embedding_callees(inspect.unwrap(type(owner).forward)):
+            if id(getattr(owner, name, None)) in inner:
+                return getattr(owner, name)
+    return outer
+
+
+@lru_cache(maxsize=256)
+def _embedding_callees(forward: Any) -> tuple[str, ...]:
+    """Return the attributes ``x`` that a forward calls as ``self.x(..., inputs_embeds=...)``."""
+    return tuple(
+        node.func.attr
+        for node in ast.walk(_tree(forward))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "self"
+        and any(keyword.arg == "inputs_embeds" for keyword in node.keywords)
+    )
+
+
+def _tree(function: Any) -> ast.AST:
+    """Return the syntax tree of a function; an empty one where there is no source."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return ast.Module([], [])
+
+
+def _wrong_positions(model: nn.Module) -> str | None:
+    """Return the reason why a model would number the positions of a shard, or None.
+
+    A model without positions may ignore ``position_ids``, as Mamba does.
+    """
+    language_model = _language_model(model)
+    if "position_ids" in inspect.signature(type(language_model).forward).parameters:
+        return None
+    parts = set(map(id, language_parts(model)))
+    modules = [
+        (name, type(part).__name__) for name, part in language_model.named_modules() if name and id(part) in parts
+    ]
+    tensors = [(name, "") for name, _ in (*language_model.named_parameters(), *language_model.named_buffers())]
+    for name, kind in (*modules, *tensors):
+        if _POSITIONS.search(name.rpartition(".")[2]) or _POSITIONS.search(kind):
+            label = type(language_model).__name__
+            return f"{label} takes no position_ids, and its {name} would number the positions of a shard from 0 on"
+    return None
+
+
+def counts_unpadded(model: nn.Module) -> Literal["product", "other"] | None:
+    """Return the way by which a model without ``position_ids`` numbers positions by its padding mask, or None.
+
+    ``"product"`` is ``mask.cumsum(1) * mask - 1``, as OPT does.
+    """
+    outer = outermost(model.modules())
+    return None if outer is None else _counts_unpadded(type(_language_model(outer)))
+
+
+@lru_cache(maxsize=256)
+def _counts_unpadded(kind: type) -> Literal["product", "other"] | None:
+    """Return the way by which a forward sums up a mask where it has no ``position_ids``."""
+    for node in ast.walk(_tree(inspect.unwrap(kind.forward))):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "position_ids is None":
+            text = "\n".join(map(ast.unparse, node.body))
+            if "cumsum" in text:
+                return "product" if re.search(r"\(position_ids \* \w+ - 1\)", text) else "other"
+    return None
+
+
+def callers(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
+    """Yield the modules around a model whose forwards run in this thread, with their arguments and local names."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward":
+            names = frame.f_locals
+            module = names.get("self")
+            if isinstance(module, nn.Module) and any(part is model for part in module.modules()):
+                yield module, {**names, **names.get("kwargs", {})}
+        frame = frame.f_back
+
+
+def wrong_loss(model: Any, arguments: Mapping[str, Any], is_sharded: bool = True) -> str | None:
+    """Return the reason why a model's losses of shards do not add up to the loss of the sequence, or None."""
+    if any(_learns_prompts(module) for module in model.modules()):
+        return _PROMPTS
+    if losses.is_replaced(model) and any("CausalLM" in name or "LMHead" in name for name in outputs_of(model)):
+        return None  # by somebody who replaced the forward of a language model, such as TRL's or Liger's fused heads
+    return losses.wrong_loss(model, arguments, is_sharded)
+
+
 def has_attention(model: nn.Module) -> bool:
     """Whether a model has attention that goes through transformers' registry."""
     return _calls_registry([type(module) for module in model.modules()])
@@ -226,9 +356,9 @@ def _masks_by_name(name: str) -> bool:
     return False
 
 
-def _mixers(model: nn.Module) -> Iterator[nn.Module]:
+def _mixers(parts: list[nn.Module]) -> Iterator[nn.Module]:
     """Yield convolutions and recurrent modules in the layers of the text model: lists with a numbered attention."""
-    for layers in model.modules():
+    for layers in parts:
         if not isinstance(layers, nn.ModuleList) or not any(
             hasattr(module, "layer_idx") for module in layers.modules()
         ):

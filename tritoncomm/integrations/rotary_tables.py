@@ -6,6 +6,7 @@ column off the module's result.
 
 import inspect
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -25,26 +26,26 @@ _LARGEST_POSITION = re.compile(r"max\(position_ids|position_ids\.a?max\(")
 _NAME = "tritoncomm_rotary"  # attribute of a module: the name in ``register``
 
 
-def wrong_table(model: nn.Module) -> str | None:
+def wrong_table(parts: Iterable[nn.Module]) -> str | None:
     """Return the reason why a rotary table is not known to be right over shards, once its model is bound; or None."""
-    for name, module in model.named_modules():
+    for module in parts:
         for kind in _kinds(module) - _BY_POSITION - _BY_LARGEST:
             known = ", ".join(sorted(_BY_POSITION | _BY_LARGEST))
             return (
-                f"rope_type {kind!r} of {name or 'the model'} may choose its table by the length, of which each rank "
+                f"rope_type {kind!r} of {type(module).__name__} may choose its table by the length, of which each rank "
                 f"sees its own; right are {known}"
             )
     return None
 
 
-def is_bound(model: nn.Module) -> bool:
+def is_bound(parts: Iterable[nn.Module]) -> bool:
     """Whether all modules of a model that read the largest position get that of the whole batch."""
-    return all(getattr(module, _NAME, None) is not None for module in _tables(model))
+    return all(getattr(module, _NAME, None) is not None for module in _tables(parts))
 
 
-def bind(model: nn.Module, name: str) -> None:
+def bind(parts: Iterable[nn.Module], name: str) -> None:
     """Let the rotary modules of a model read the largest position of the whole batch, under a name of ``register``."""
-    for module in _tables(model):
+    for module in _tables(parts):
         if not hasattr(module, _NAME):  # its hooks stay, and do nothing after ``release``
             module.register_forward_pre_hook(_append, with_kwargs=True)
             module.register_forward_hook(_cut)
@@ -64,11 +65,11 @@ def _kinds(module: nn.Module) -> set[str]:
     return {kind for kind in (types.values() if isinstance(types, dict) else [types]) if kind is not None}
 
 
-def _tables(model: nn.Module) -> list[nn.Module]:
+def _tables(parts: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules whose tables depend on the largest position."""
     return [
         module
-        for module in model.modules()
+        for module in parts
         if (kinds := _kinds(module)) & _BY_LARGEST or (kinds - {"default"} and _reads_largest(type(module)))
     ]
 

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import variables
 from tritoncomm.core.agreement import agree
-from tritoncomm.errors import ArgumentError, CommError, ShapeError
+from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
 from tritoncomm.groups import resolve_sequence
 from tritoncomm.integrations.batch_notes import BatchNotes, note
 
@@ -23,6 +23,7 @@ IGNORED = -100
 _SHARDED = ("input_ids", "position_ids", "attention_mask", "labels", "shift_labels")
 # What collators add for packed documents; a shard has none, as the documents are noted for all positions.
 _BOUNDARIES = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_MEDIA = ("pixel", "image", "video", "audio", "input_features")  # parts of names of what processors add for them
 # (size, own rank) of each group whose ranks have compared their batches.
 _compared: "WeakKeyDictionary[ProcessGroup, tuple[int, int]]" = WeakKeyDictionary()
 
@@ -56,6 +57,7 @@ def shard_batch(
         ArgumentError: an entry that cannot be sharded.
         MismatchError: the ranks of the group have different batches; on every rank, where they compare.
         ShapeError: an entry of another shape than ``input_ids``.
+        UnsupportedError: an entry of images, videos or audio.
     """
     name = "shard_batch"
     group = resolve_sequence(group, name)
@@ -93,7 +95,10 @@ def shard_batch(
     layer_mask = (
         torch.ones_like(out["input_ids"]) if columns is None else columns.clone(memory_format=torch.contiguous_format)
     )
-    note(out["position_ids"], notes.with_layer_mask(layer_mask))
+    counted = None
+    if mask is not None and batch.get("position_ids") is None:
+        counted = (mask.long().cumsum(1) * mask.long() - 1)[:, start:end].contiguous()
+    note(out["position_ids"], notes.complete(layer_mask, counted))
     labels, items = _next_labels(batch, documents), batch.get("num_items_in_batch")
     if labels is not None:
         if items is not None and _drops_labels(batch, documents):
@@ -171,6 +176,11 @@ def _check_entries(batch: Mapping[str, Any], name: str) -> None:
         raise ArgumentError(f"{name}: a batch needs input_ids, a tensor [batch, sequence]")
     shape, others = tuple(batch["input_ids"].shape), (*_BOUNDARIES, "num_items_in_batch")
     for key, value in batch.items():
+        if key not in _SHARDED and key not in others and any(part in key for part in _MEDIA):
+            raise UnsupportedError(
+                f"{name}: {key!r}: images, videos and audio are not supported over sequence shards; pass batches of "
+                "text alone"
+            )
         if key not in _SHARDED and key not in others:
             raise ArgumentError(f"{name}: {key!r} is not supported, only {', '.join((*_SHARDED, *others))}")
         if key in (*_SHARDED, "seq_idx") and value is not None and tuple(value.shape) != shape:

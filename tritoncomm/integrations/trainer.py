@@ -15,14 +15,28 @@ from torch.utils.data import DataLoader
 
 from tritoncomm.core import eager
 from tritoncomm.errors import ArgumentError, UnsupportedError
+from tritoncomm.integrations import model_parts
 from tritoncomm.integrations.model_parts import ROUTER_LOSS
 from tritoncomm.integrations.sequence_batch import next_labels, shard_batch
 from tritoncomm.integrations.transformers import NAME, group_of, switch
 
-__all__ = ["UlyssesTrainerMixin"]
+__all__ = ["TRAINERS", "UlyssesTrainerMixin"]
 
 # To type checkers the mixin is a Trainer of any kind; an import of transformers would cost every user seconds.
 _Base: Any = Any if TYPE_CHECKING else object
+_SEQUENCES = "needs the log-probability of a whole sequence, of which each rank has a part"
+_GENERATES = "generates, and needs the log-probability of whole completions, of which each rank has a part"
+_TEACHER = "compares logits of a shard with those of a teacher that got no shard"
+TRAINERS = {
+    "SFTTrainer": "", "RewardTrainer": "scores a whole sequence, and would score each shard",
+    "CPOTrainer": _SEQUENCES, "DPOTrainer": _SEQUENCES, "KTOTrainer": _SEQUENCES, "ORPOTrainer": _SEQUENCES,
+    "TPOTrainer": _SEQUENCES,
+    "A2POTrainer": _GENERATES, "AsyncGRPOTrainer": _GENERATES, "GMPOTrainer": _GENERATES, "GRPOTrainer": _GENERATES,
+    "OnlineDPOTrainer": _GENERATES, "RLOOTrainer": _GENERATES, "SDFTTrainer": _GENERATES, "SDPOTrainer": _GENERATES,
+    "AsyncDistillationTrainer": _TEACHER, "DistillationTrainer": _TEACHER, "GKDTrainer": _TEACHER,
+    "GOLDTrainer": _TEACHER, "IWOPDTrainer": _TEACHER, "ServerDistillationTrainer": _TEACHER,
+}  # fmt: skip
+"""TRL's trainers by name: the reason why one is refused over sequence shards, empty for one that is right."""
 _SUMS_SINCE = 1, 15  # release of TRL whose SFTTrainer gathers sums; earlier ones gathered means, too
 
 
@@ -50,9 +64,10 @@ class UlyssesTrainerMixin(_Base):
 
     Raises:
         ArgumentError: nothing is registered under ``ulysses``, or groups of ranks do not divide the job evenly.
-        UnsupportedError: an option that would give other numbers than one process: own loss functions, label
-            smoothing, NEFTune, batches that rank 0 dispatches, ``batch_rebalance``, other parallelism; a model whose
-            outputs have a further loss; or numbers of a shard that are gathered for metrics and may be no sums.
+        UnsupportedError: a trainer of TRL other than ``SFTTrainer``; a model whose loss is no sum over labels, or whose
+            outputs have a further loss; an option that would give other numbers than one process: own loss functions,
+            label smoothing, NEFTune, generation, batches that rank 0 dispatches, ``batch_rebalance``, other
+            parallelism; or numbers of a shard that are gathered for metrics and may be no sums.
 
     Example:
         ``SequenceTrainer(model=model, args=args, train_dataset=data, ulysses=register(group)).train()``
@@ -61,26 +76,35 @@ class UlyssesTrainerMixin(_Base):
     metrics_are_sums = False
 
     def __init__(self, *args: Any, ulysses: str = NAME, unverified: bool = False, **kwargs: Any) -> None:
-        self._is_in_step = False
+        self.__is_in_step = False
+        _refuse_trainer(type(self))
         self.ulysses, self.unverified, self.sequence_group = ulysses, unverified, group_of(ulysses)
         super().__init__(*args, **kwargs)
-        self._refuse_options()
+        self.__refuse_options()
         if self.model_init is None:
-            switch(self.model, ulysses, unverified=unverified)
+            self.__switch_model(self.model)
 
     def call_model_init(self, trial: Any = None) -> Any:
         """Make the model as ``Trainer`` does, with this attention."""
         model = super().call_model_init(trial)
-        switch(model, self.ulysses, unverified=self.unverified)
+        self.__switch_model(model)
         return model
 
-    def _refuse_options(self) -> None:
+    def __switch_model(self, model: Any) -> None:
+        """Give a model this attention; reject one whose losses of shards do not add up to the loss of a sequence."""
+        problem = model_parts.wrong_loss(model, {"labels": True}, self.sequence_group.size() > 1)
+        if problem is not None:
+            raise UnsupportedError(f"{type(self).__name__}: {problem}")
+        switch(model, self.ulysses, unverified=self.unverified)
+
+    def __refuse_options(self) -> None:
         """Reject options of ``Trainer`` that would give other numbers over sequence shards than in one process."""
         args, parallel = self.args, getattr(self.args, "parallelism_config", None)
         options = {
             "compute_loss_func": self.compute_loss_func is not None,
             "neftune_noise_alpha": args.neftune_noise_alpha is not None and self.sequence_group.size() > 1,
             "label_smoothing_factor": self.label_smoother is not None,
+            "predict_with_generate": getattr(args, "predict_with_generate", False),
             "dispatch_batches": bool(self.accelerator.dispatch_batches),
             "split_batches": self.accelerator.split_batches,
             "eval_use_gather_object": args.eval_use_gather_object,
@@ -91,7 +115,12 @@ class UlyssesTrainerMixin(_Base):
         }
         refused = [name for name, is_set in options.items() if is_set]
         if refused:
-            raise UnsupportedError(f"{type(self).__name__}: {', '.join(refused)}: not supported over sequence shards")
+            remedy = ""
+            if "predict_with_generate" in refused:
+                remedy = "; set predict_with_generate=False, and generate on full sequences after switch(model, 'sdpa')"
+            raise UnsupportedError(
+                f"{type(self).__name__}: {', '.join(refused)}: not supported over sequence shards{remedy}"
+            )
         # TRL turns it on for every mixture of experts, whatever the model's config says.
         if getattr(self, "aux_loss_enabled", False) and self.sequence_group.size() > 1:
             raise UnsupportedError(
@@ -105,15 +134,15 @@ class UlyssesTrainerMixin(_Base):
         """Make the accelerator as ``Trainer`` does; it then loads and gathers data per sequence group."""
         super().create_accelerator_and_postprocess()
         accelerator = self.accelerator
-        self._leaders = self._group_leaders()
-        self._prepare_as_accelerate = accelerator.prepare_data_loader
-        accelerator.prepare_data_loader = self._prepare_data_loader
-        accelerator.gather_for_metrics = self._gather_for_metrics
-        self.gather_function = self._gather_for_metrics
+        self.__leaders = self.__group_leaders()
+        self.__prepare_as_accelerate = accelerator.prepare_data_loader
+        accelerator.prepare_data_loader = self.__prepare_data_loader
+        accelerator.gather_for_metrics = self.__gather_for_metrics
+        self.gather_function = self.__gather_for_metrics
 
-    def _group_leaders(self) -> list[int]:
+    def __group_leaders(self) -> list[int]:
         """Return the first rank of every sequence group; all ranks of the job compare theirs."""
-        size, first = self.sequence_group.size(), self._first_rank()
+        size, first = self.sequence_group.size(), self.__first_rank()
         firsts = self.accelerator.gather(torch.tensor([first], device=self.accelerator.device)).tolist()
         leaders = sorted(set(firsts))
         if any(firsts.count(leader) != size for leader in leaders):
@@ -123,11 +152,11 @@ class UlyssesTrainerMixin(_Base):
             )
         return leaders
 
-    def _first_rank(self) -> int:
+    def __first_rank(self) -> int:
         """Return the global rank of the first rank of this rank's sequence group, by which groups are told apart."""
         return torch.distributed.get_process_group_ranks(self.sequence_group)[0]
 
-    def _prepare_data_loader(
+    def __prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
         """Run ``Accelerator.prepare_data_loader`` with sequence groups in the place of processes."""
@@ -136,8 +165,8 @@ class UlyssesTrainerMixin(_Base):
             data_loader = importlib.import_module("accelerate.data_loader").prepare_data_loader(
                 data_loader,
                 accelerator.device,
-                num_processes=len(self._leaders),
-                process_index=self._leaders.index(self._first_rank()),
+                num_processes=len(self.__leaders),
+                process_index=self.__leaders.index(self.__first_rank()),
                 put_on_device=accelerator.device_placement if device_placement is None else device_placement,
                 rng_types=accelerator.rng_types.copy(),
                 dispatch_batches=False,  # rank 0 would slice its batches for all processes
@@ -148,9 +177,9 @@ class UlyssesTrainerMixin(_Base):
                 use_stateful_dataloader=accelerator.use_stateful_dataloader,
             )
             data_loader._is_accelerate_prepared = True  # pyright: ignore[reportAttributeAccessIssue]
-        return self._prepare_as_accelerate(data_loader, device_placement, slice_fn_for_dispatch)  # notes it
+        return self.__prepare_as_accelerate(data_loader, device_placement, slice_fn_for_dispatch)  # notes it
 
-    def _gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def __gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Run ``Accelerator.gather_for_metrics`` over one rank per sequence group."""
         if use_gather_object:
             raise UnsupportedError(f"{type(self).__name__}: use_gather_object is not supported over sequence shards")
@@ -160,24 +189,24 @@ class UlyssesTrainerMixin(_Base):
 
         def select(x: Tensor) -> Tensor:
             """Return the samples of the first rank of every group, from those of all ranks along dim 0."""
-            return x.unflatten(0, (world, -1))[self._leaders].flatten(0, 1)[:count]
+            return x.unflatten(0, (world, -1))[self.__leaders].flatten(0, 1)[:count]
 
         apply = importlib.import_module("accelerate.utils").recursively_apply
-        if self._is_in_step and self.sequence_group.size() > 1:
-            self._check_sums()
+        if self.__is_in_step and self.sequence_group.size() > 1:
+            self.__check_sums()
             input_data = apply(lambda x: eager.all_reduce(x, self.sequence_group, "gather_for_metrics"), input_data)
         return apply(select, self.accelerator.gather(input_data))
 
     @contextmanager
-    def _step(self) -> Iterator[None]:
+    def __step(self) -> Iterator[None]:
         """Within: ``gather_for_metrics`` gets numbers of shards. Outside, `Trainer` passes it full sequences."""
-        before, self._is_in_step = self._is_in_step, True
+        before, self.__is_in_step = self.__is_in_step, True
         try:
             yield
         finally:
-            self._is_in_step = before
+            self.__is_in_step = before
 
-    def _check_sums(self) -> None:
+    def __check_sums(self) -> None:
         """Reject numbers of a shard that may be no sums: a mean over a shard is not one over the sequence."""
         owner = next(
             each for each in type(self).__mro__ if "compute_loss" in vars(each) and each is not UlyssesTrainerMixin
@@ -226,21 +255,21 @@ class UlyssesTrainerMixin(_Base):
         if "labels" not in shard:
             raise ArgumentError(f"{type(self).__name__}: a batch needs labels, only {', '.join(inputs)} are there")
         if num_items_in_batch is None:  # as `Trainer` counts them if every group has as many labels
-            lanes = len(self._leaders) if self.args.average_tokens_across_devices else 1 / size
+            lanes = len(self.__leaders) if self.args.average_tokens_across_devices else 1 / size
             num_items_in_batch = shard["num_items_in_batch"] * lanes
         # The model attends to all positions, and needs the mask of all. Others see the mask of the inputs' positions.
         mask = shard.pop("attention_mask", None)
         if inputs.get("attention_mask") is not None:
-            shard["attention_mask"] = self._shard_of(mask)
-        with self._step():
+            shard["attention_mask"] = self.__shard_of(mask)
+        with self.__step():
             return super().compute_loss(_Sharded(self, model, mask), shard, return_outputs, num_items_in_batch)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Train as ``Trainer`` does."""
-        with self._step():
+        with self.__step():
             return super().training_step(*args, **kwargs)
 
-    def _shard_of(self, x: Tensor) -> Tensor:
+    def __shard_of(self, x: Tensor) -> Tensor:
         """Return this rank's positions of ``x`` ``[b, S]``, whose length the ranks divide."""
         return x.chunk(self.sequence_group.size(), dim=1)[self.sequence_group.rank()]
 
@@ -260,16 +289,16 @@ class UlyssesTrainerMixin(_Base):
         called = model
         if any(inputs.get(name) is None for name in self.label_names):  # `Trainer` does not call compute_loss then
             called = lambda **whole: model(**shard_batch(whole, self.sequence_group))  # noqa: E731
-        with self._step():
+        with self.__step():
             loss, logits, labels = super().prediction_step(called, inputs, prediction_loss_only, ignore_keys)
         if loss is not None:
             loss = eager.all_reduce(loss, self.sequence_group, "prediction_step") / self.sequence_group.size()
-        return loss, self._full(logits, length), labels
+        return loss, self.__full(logits, length), labels
 
-    def _full(self, outputs: Any, length: int) -> Any:
+    def __full(self, outputs: Any, length: int) -> Any:
         """Gather outputs ``[b, s, ...]`` of all ranks of the group, without padding."""
         if isinstance(outputs, list | tuple):
-            return type(outputs)(self._full(each, length) for each in outputs)
+            return type(outputs)(self.__full(each, length) for each in outputs)
         if outputs is None:
             return None
         run = -(-length // self.sequence_group.size())
@@ -295,6 +324,19 @@ class _Sharded:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def _refuse_trainer(kind: type) -> None:
+    """Reject a class that is, or is made of, a trainer of TRL that would give other numbers over sequence shards."""
+    for base in kind.__mro__:
+        name, is_trainer = base.__name__, hasattr(base, "training_step") and not base.__name__.startswith("_")
+        if not base.__module__.startswith("trl.") or not is_trainer:
+            continue
+        if reason := TRAINERS.get(name, "is not known to be right"):
+            raise UnsupportedError(
+                f"{kind.__name__}: {name} {reason}: not supported over sequence shards. Trainer and SFTTrainer are; "
+                f"use {name} without UlyssesTrainerMixin, on sequences that fit on a rank"
+            )
 
 
 def _is_known_to_sum(owner: type) -> bool:

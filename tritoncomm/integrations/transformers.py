@@ -23,11 +23,12 @@ from torch.distributed import ProcessGroup
 from tritoncomm import ulysses
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.groups import resolve_sequence
-from tritoncomm.integrations import model_parts, recurrent_layers, rotary_tables
+from tritoncomm.integrations import losses, model_parts, recurrent_layers, rotary_tables
 from tritoncomm.integrations.batch_notes import DOCUMENTS, MADE, BatchNotes, mark, marked, noted
 from tritoncomm.integrations.sequence_batch import shard_batch
+from tritoncomm.ulysses import dropout_by_rank
 
-__all__ = ["NAME", "group_of", "register", "shard_batch", "switch", "unregister"]
+__all__ = ["NAME", "dropout_by_rank", "group_of", "register", "shard_batch", "switch", "unregister"]
 
 NAME = "tritoncomm_ulysses"
 # Arguments of an attention function that change nothing, or that are done already: by the mask, or around attention.
@@ -37,6 +38,11 @@ _TAKEN = frozenset(
     + ["sliding_window", "use_cache"]
 )
 _NOT_IN_A_NAME = ("flash", "/", "|")  # transformers takes such names for implementations of its own or of a hub
+_HOOKED = "tritoncomm_hooked"  # attribute of models that `switch` got, and of their copies
+_NO_LABELS = (
+    "{name}: {problem}; here the loss has to be one sum over labels, which shards add up to. Leave labels out, and "
+    "compute the loss from the logits of each position"
+)
 _registered: "dict[str, _Implementation]" = {}
 
 
@@ -127,7 +133,7 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
     ours.judged.update(model.modules())
     recurrent_layers.bind(outer, name, ours.group)
     if is_sharded:
-        rotary_tables.bind(outer, name)
+        rotary_tables.bind(model_parts.language_parts(outer), name)
     _hook(outer, name, has_attention)
 
 
@@ -158,20 +164,32 @@ def _attention(model: Any, name: str, has_attention: bool) -> Iterator[None]:
 
 def _hook(outer: Any, name: str, has_attention: bool) -> None:
     """Check every batch of a model where it comes in: in its forward, or in that of a model inside of it."""
-    names = model_parts.outputs_of(outer)
-    is_language_model = any("CausalLM" in each or "LMHead" in each for each in names)
-    is_causal = all(getattr(module, "is_causal", True) for module in outer.modules())
-    check = partial(_check_call, name, is_causal, is_language_model, has_attention)
+    parts = model_parts.language_parts(outer)
+    is_causal = all(getattr(module, "is_causal", True) for module in parts)
+    check = partial(_check_call, name, is_causal, model_parts.wrong_loss(outer, {"labels": True}), has_attention)
     outer.register_forward_pre_hook(check, with_kwargs=True)
     kind = importlib.import_module("transformers").PreTrainedModel
-    begin, leave = partial(_begin, name, has_attention), recurrent_layers.leave_model
+    begin = partial(_begin, name, has_attention, model_parts.counts_unpadded(outer))
+    leave = recurrent_layers.leave_model
     if recurrent_layers.is_bound(outer, name):
         # A graph would keep the state of this thread that it was traced with; layers are traced by themselves.
         begin, leave = _Untraced(begin), _Untraced(leave)
-    for module in outer.modules():
+    for module in parts:
         if isinstance(module, kind):
             module.register_forward_pre_hook(begin, with_kwargs=True)
             module.register_forward_hook(leave, always_call=True)
+    setattr(outer, _HOOKED, True)
+    for tower in model_parts.towers(outer):
+        tower.register_forward_pre_hook(partial(_refuse_tower, name))
+
+
+def _refuse_tower(name: str, tower: Any, _: Any) -> None:
+    """Reject images and audio in a forward over shards."""
+    if name in _registered and _registered[name].group.size() > 1 and recurrent_layers.is_inside(tower):
+        raise UnsupportedError(
+            f"{name}: {type(tower).__name__}: images, videos and audio are not supported over sequence shards; pass "
+            "batches of text alone"
+        )
 
 
 class _Untraced:
@@ -192,12 +210,13 @@ def _is_active(name: str, has_attention: bool, model: Any) -> bool:
     return model.config._attn_implementation == name if has_attention else recurrent_layers.is_bound(model, name)
 
 
-def _begin(name: str, has_attention: bool, model: Any, args: Any, kwargs: Any) -> Any:
+def _begin(name: str, has_attention: bool, counting: str | None, model: Any, args: Any, kwargs: Any) -> Any:
     """Reject a batch that ``shard_batch`` did not make; hand its positions down to recurrent layers."""
     if name not in _registered or not _is_active(name, has_attention, model) or recurrent_layers.is_inside(model):
         return None
     label = f"{name}: {type(model).__name__}"
-    arguments = dict(zip(recurrent_layers.parameters_of(type(model)), args, strict=False)) | kwargs
+    names = recurrent_layers.parameters_of(type(model))
+    arguments = dict(zip(names, args, strict=False)) | kwargs
     ours, positions = _registered[name], arguments.get("position_ids")
     notes = noted(positions, label)
     if ours.group.size() == 1 and notes is None:
@@ -205,10 +224,22 @@ def _begin(name: str, has_attention: bool, model: Any, args: Any, kwargs: Any) -
     if not ours.own_positions:
         ours.check_positions(model, positions)
     if notes is None:
-        notes = BatchNotes().with_layer_mask(torch.ones(1, 1))
+        notes = BatchNotes().complete(torch.ones(1, 1), None)
     _check_rows(label, notes, arguments)
+    if not is_compiling():
+        _check_loss(name, model, arguments, ours.group.size() > 1)
+    if counting == "other" and notes.counted is not None:
+        raise UnsupportedError(f"{label} numbers positions by its padding mask; pass position_ids to shard_batch")
     recurrent_layers.enter_model(model, notes)
-    return (args, recurrent_layers.keywords(model, kwargs)) if recurrent_layers.is_bound(model, name) else None
+    if recurrent_layers.is_bound(model, name):
+        kwargs = recurrent_layers.keywords(model, kwargs)
+    if counting == "product" and notes.counted is not None:  # positions that one process makes from the same mask
+        index = names.index("position_ids")
+        if index < len(args):
+            args = (*args[:index], notes.counted, *args[index + 1 :])
+        else:
+            kwargs = {**kwargs, "position_ids": notes.counted}
+    return args, kwargs
 
 
 def _check_rows(label: str, notes: BatchNotes, arguments: dict[str, Any]) -> None:
@@ -222,19 +253,31 @@ def _check_rows(label: str, notes: BatchNotes, arguments: dict[str, Any]) -> Non
 
 
 def _check_call(
-    name: str, is_causal: bool, is_language_model: bool, has_attention: bool, model: Any, args: Any, kwargs: Any
+    name: str, is_causal: bool, problem: str | None, has_attention: bool, model: Any, args: Any, kwargs: Any
 ) -> None:
     """Reject a batch that a switched model would take wrongly, while its attention is ``name``."""
     if not _is_active(name, has_attention, model) or group_of(name).size() == 1:
         return
-    label = f"{name}: {type(model).__name__}"
-    if kwargs.get("labels") is not None and not is_language_model:
-        raise UnsupportedError(
-            f"{label} takes a mean over its labels, here of a shard, and shard_batch shifts them for causal language "
-            "models; leave labels out, and compute the loss from the logits of each position"
-        )
+    if is_compiling() and problem is not None and kwargs.get("labels") is not None:
+        raise UnsupportedError(_NO_LABELS.format(name=name, problem=problem))
     if not is_causal:
+        label = f"{name}: {type(model).__name__}"
         _check_bidirectional(label, kwargs.get("position_ids"), group_of(name))
+
+
+def _check_loss(name: str, model: Any, arguments: dict[str, Any], is_sharded: bool) -> None:
+    """Reject labels for a model whose losses of shards do not add up, and modules around it that add to its loss."""
+    around = list(model_parts.callers(model))
+    if all(names.get("labels") is None for names in (arguments, *(names for _, names in around))):
+        return
+    kind = importlib.import_module("transformers").PreTrainedModel
+    for module, names in [(model, arguments)] * (arguments.get("labels") is not None) + around:
+        if isinstance(module, kind):
+            problem = model_parts.wrong_loss(module, names, is_sharded)
+        else:
+            problem = losses.further_term(module, names) if is_sharded else None
+        if problem is not None:
+            raise UnsupportedError(_NO_LABELS.format(name=name, problem=problem))
 
 
 def _check_bidirectional(label: str, position_ids: Any, group: ProcessGroup) -> None:
@@ -473,8 +516,16 @@ class _Implementation:
             is_bound = recurrent_layers.is_bound(model, self.name)  # a copy of a model that was given to it, too
             served = recurrent_layers.recurrent_layers(model) if is_bound else ()
             problem = model_parts.wrong_part(model, self.attention, sharded, served)
-            if problem is None and sharded and not rotary_tables.is_bound(model):
+            parts = model_parts.language_parts(model)
+            if problem is None and sharded and not rotary_tables.is_bound(parts):
                 problem = "its rotary tables are chosen by the largest position; give the model to switch()"
+            if (
+                problem is None
+                and sharded
+                and model_parts.counts_unpadded(model) is not None
+                and not hasattr(model, _HOOKED)
+            ):
+                problem = "it numbers positions by its padding mask; give the model to switch()"
         if problem is not None:
             raise UnsupportedError(f"{self.name}: {type(model or module).__name__}: {problem}")
         self.judged.add(module)
@@ -538,7 +589,7 @@ class _Implementation:
         if attention_mask is not None and attention_mask.shape[-1] != positions:
             raise ShapeError(
                 f"{self.name}: attention_mask {list(attention_mask.shape)} is not one of all {positions} positions; "
-                "shard_batch leaves it so"
+                "shard_batch leaves it so, and for a model that makes one of its own pass it a mask of ones"
             )
         if attention_mask is not None and attention_mask.shape[0] != batch_size:
             raise ShapeError(f"{self.name}: attention_mask {list(attention_mask.shape)} for {batch_size} rows")

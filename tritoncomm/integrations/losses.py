@@ -1,0 +1,419 @@
+"""Losses of models: a loss that is one sum over labels is the sum of the losses of all shards of a sequence.
+
+The source of a forward decides. ``self.loss_function(..., **kwargs)`` is such a sum, as it takes ``shift_labels`` and
+``num_items_in_batch``. Formulas of a model's own are not, and every rank would add a further term by itself.
+"""
+
+import ast
+import inspect
+import operator
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+
+__all__ = ["further_term", "is_replaced", "wrong_loss"]
+
+_Kind = Literal["sum", "unshifted", "super", "module", "other"]
+_UNCHANGED = {"to", "mean", "float", "sum", "contiguous", "clone", "squeeze"}  # methods of a loss, which is one number
+
+
+class _Addend(NamedTuple):
+    """Part of a loss.
+
+    Attributes:
+        kind: a sum over labels; a loss function without shifted labels; the loss of the next class, or of a module
+            that gets the labels; or another expression.
+        node: the expression.
+        guards: conditions under which it is added.
+        module: name of the module.
+        is_stored: whether it changes the loss of an output that another forward made.
+    """
+
+    kind: _Kind
+    node: ast.expr
+    guards: tuple[ast.expr, ...]
+    module: str = ""
+    is_stored: bool = False
+
+
+class _Store(NamedTuple):
+    """Value that is assigned, added or returned, and the conditions under which it is."""
+
+    value: ast.expr
+    guards: tuple[ast.expr, ...]
+
+
+def wrong_loss(model: Any, arguments: Mapping[str, Any], is_sharded: bool = True) -> str | None:
+    """Return the reason why the losses of shards do not add up to the loss of a model, or None.
+
+    Args:
+        arguments: of the forward by name, as conditions of further terms read them.
+        is_sharded: whether there are several ranks; one rank adds a further term once.
+    """
+    return _wrong_loss(model, arguments, _forwards(model), is_sharded)
+
+
+def further_term(module: nn.Module, arguments: Mapping[str, Any]) -> str | None:
+    """Return the reason why the forward of a module around a model changes its loss, or None."""
+    for forward in _forwards(module)[:1]:
+        return _wrong_addend(module, arguments, forward, _read(forward).stored)
+    return None
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Whether somebody set a forward on a module or in its class: it is not the one in the source of the class."""
+    return not _forwards(module)
+
+
+def _wrong_loss(module: Any, arguments: Mapping[str, Any], forwards: list[Any], is_sharded: bool) -> str | None:
+    """Judge the first of a module's forwards, and those that it hands the labels on to."""
+    label = type(module).__name__
+    if not forwards:
+        return f"{label} computes no loss from labels"
+    read = _read(forwards[0])
+    addends = [addend for addend in read.addends if not _is_off(addend, module, arguments, forwards[0])]
+    if problem := _wrong_addend(module, arguments, forwards[0], addends, is_sharded):
+        return problem
+    kinds = {addend.kind for addend in addends}
+    if "sum" in kinds:
+        parameters = inspect.signature(module.loss_function).parameters
+        is_shifted = "shift_labels" in parameters or not module.loss_function.__module__.startswith("transformers.")
+        return None if is_shifted else f"{label} has the loss {module.loss_function.__name__}, which shifts no labels"
+    if "unshifted" in kinds:
+        return f"{label} hands no shift_labels and num_items_in_batch to its loss function"
+    if "super" in kinds:
+        return _wrong_loss(module, arguments, forwards[1:], is_sharded)
+    for addend in addends:
+        child = _child(module, addend.module)
+        if child is not None:
+            return None if is_replaced(child) else wrong_loss(child, arguments, is_sharded)
+    return f"{label} hands no labels to a loss function"
+
+
+def _wrong_addend(
+    module: Any, arguments: Mapping[str, Any], forward: Any, addends: list[_Addend], is_sharded: bool = True
+) -> str | None:
+    """Return the reason why an addend is neither a sum over labels nor the loss of another forward, or None."""
+    label, right = type(module).__name__, []
+    wrong = []
+    for addend in addends:
+        is_method = addend.kind == "module" and _child(module, addend.module) is None
+        if addend.kind != "other" and not is_method:
+            right.append(addend)
+        elif not _is_off(addend, module, arguments, forward):
+            wrong.append(addend)
+    for addend in wrong:
+        text = ast.unparse(addend.node)
+        if not right and not addend.is_stored:
+            return f"{label} computes its loss by a formula of its own, {text}"
+        if is_sharded:
+            option = _name_of(addend)
+            return f"{label} adds a further term to its loss by {option}, {text}, and every rank would add its own"
+    return None
+
+
+def _child(module: Any, name: str) -> nn.Module | None:
+    """Return a module by its attribute, or by a method such as ``get_base_model``; None where it is neither."""
+    child = getattr(module, name, None)
+    if name.startswith("get_") and not isinstance(child, nn.Module):
+        child = child() if callable(child) else None
+    return child if isinstance(child, nn.Module) else None
+
+
+class _Read:
+    """Loss of a forward, as its source has it.
+
+    Attributes:
+        rest: name of the parameter for other keywords; None without one.
+        addends: of all that is returned as a loss.
+        stored: addends that are written into an output's ``loss``.
+    """
+
+    def __init__(self, tree: ast.FunctionDef) -> None:
+        arguments = tree.args
+        names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        self._takes_labels, self.rest = "labels" in names, arguments.kwarg.arg if arguments.kwarg else None
+        self._stores: dict[str, list[_Store]] = {}
+        self._returns: list[_Store] = []
+        self._attributes: list[_Store] = []
+        self._walk(tree.body, ())
+        self.stored = [
+            addend._replace(is_stored=True)
+            for store in self._attributes
+            for addend in self._addends(store.value, store.guards, frozenset())
+        ]
+        returned = [addend for store in self._returns for addend in self._returned(store.value, store.guards)]
+        self.addends = [*returned, *self.stored]
+
+    def stores(self, name: str) -> list[_Store]:
+        """Return the assignments to a local name."""
+        return self._stores.get(name, [])
+
+    def _walk(self, body: list[ast.stmt], guards: tuple[ast.expr, ...]) -> None:
+        """Collect assignments and returns with the conditions that they stand under."""
+        for node in body:
+            if isinstance(node, ast.If):
+                inverse = ast.UnaryOp(ast.Not(), node.test)
+                self._walk(node.body, (*guards, node.test))
+                self._walk(node.orelse, (*guards, inverse))
+                if isinstance(node.body[-1], ast.Return | ast.Raise):
+                    guards = (*guards, inverse)
+            elif isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                is_added = isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add | ast.Sub)
+                for target in targets if is_added or not isinstance(node, ast.AugAssign) else ():
+                    store = _Store(node.value, guards)
+                    if isinstance(target, ast.Name):
+                        self._stores.setdefault(target.id, []).append(store)
+                    elif _is_loss(target):
+                        self._attributes.append(store)
+            elif isinstance(node, ast.Return) and node.value is not None:
+                self._returns.append(_Store(node.value, guards))
+            else:
+                for inner in ("body", "orelse", "finalbody"):
+                    self._walk(getattr(node, inner, []), guards)
+                for handler in getattr(node, "handlers", []):
+                    self._walk(handler.body, guards)
+
+    def _returned(self, node: ast.expr, guards: tuple[ast.expr, ...]) -> Iterator[_Addend]:
+        """Yield the addends of the loss in a returned value: an output, or a tuple that begins with it."""
+        if isinstance(node, ast.IfExp):
+            yield from self._returned(node.body, (*guards, node.test))
+            yield from self._returned(node.orelse, (*guards, ast.UnaryOp(ast.Not(), node.test)))
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            yield from self._returned(node.left, guards)
+        elif isinstance(node, ast.Tuple):
+            yield from self._addends(node.elts[0], guards, frozenset()) if _mentions_loss(node.elts[:1]) else ()
+        elif isinstance(node, ast.Call):
+            losses = [keyword.value for keyword in node.keywords if keyword.arg == "loss"]
+            if losses:
+                yield from self._addends(losses[0], guards, frozenset())
+            else:
+                yield from (addend for addend in self._addends(node, guards, frozenset()) if addend.kind != "other")
+        elif isinstance(node, ast.Name):
+            for store in self.stores(node.id):
+                yield from self._returned(store.value, (*guards, *store.guards))
+
+    def _addends(self, node: ast.expr, guards: tuple[ast.expr, ...], seen: frozenset[str]) -> Iterator[_Addend]:
+        """Yield the addends of an expression."""
+        if isinstance(node, ast.Constant):
+            return
+        if isinstance(node, ast.Name) and node.id not in seen and self.stores(node.id):
+            for store in self.stores(node.id):
+                yield from self._addends(store.value, (*guards, *store.guards), seen | {node.id})
+        elif isinstance(node, ast.Name) and node.id in seen:
+            return  # `loss = loss + term`
+        elif _is_loss(node) and isinstance(node, ast.Attribute | ast.Subscript):
+            yield from (addend for addend in self._addends(node.value, guards, seen) if addend.kind != "other")
+        elif isinstance(node, ast.IfExp):
+            yield from self._addends(node.body, (*guards, node.test), seen)
+            yield from self._addends(node.orelse, (*guards, ast.UnaryOp(ast.Not(), node.test)), seen)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+            for side in (node.left, node.right):
+                yield from self._addends(side, guards, seen)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
+            sides = [list(self._addends(side, guards, seen)) for side in (node.left, node.right)]
+            scaled = [addend for side in sides for addend in side if addend.kind != "other"]
+            is_loss = scaled or any(isinstance(side, ast.Name) and side.id in seen for side in (node.left, node.right))
+            yield from scaled if is_loss else [_Addend("other", node, guards)]
+        elif isinstance(node, ast.Call):
+            yield self._called(node, guards) or _Addend("other", node, guards)
+        else:
+            yield _Addend("other", node, guards)
+
+    def _called(self, node: ast.Call, guards: tuple[ast.expr, ...]) -> _Addend | None:
+        """Return the addend of a call that hands labels on; None for another call."""
+        name, rest = _called_name(node.func), [keyword.value for keyword in node.keywords if keyword.arg is None]
+        has_rest = any(isinstance(value, ast.Name) and value.id == self.rest for value in rest)
+        if name == "self.loss_function":
+            return _Addend("sum" if has_rest else "unshifted", node, guards)
+        names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+        has_labels = "labels" in names or (has_rest and not self._takes_labels)
+        if name in ("super.forward", "super.__call__"):
+            return _Addend("super" if has_rest else "unshifted", node, guards)
+        owner, _, method = name.removeprefix("self.").partition(".")
+        if name.startswith("self.") and method in ("", "forward", "__call__") and has_labels:
+            return _Addend("module", node, guards, module=owner)
+        if isinstance(node.func, ast.Attribute) and node.func.attr in _UNCHANGED:
+            inner = list(self._addends(node.func.value, guards, frozenset()))
+            return inner[0] if len(inner) == 1 and inner[0].kind != "other" else None
+        return None
+
+
+def _is_loss(node: ast.expr) -> bool:
+    """Whether an expression is the loss of an output: ``outputs.loss``, ``outputs["loss"]`` or ``outputs[0]``."""
+    if isinstance(node, ast.Attribute):
+        return node.attr == "loss"
+    return (
+        isinstance(node, ast.Subscript)
+        and isinstance(node.slice, ast.Constant)
+        and node.slice.value in ("loss", 0)
+        and isinstance(node.value, ast.Name)
+    )
+
+
+def _mentions_loss(nodes: list[ast.expr]) -> bool:
+    return any("loss" in ast.unparse(node) for node in nodes)
+
+
+def _called_name(node: ast.expr) -> str:
+    """Return the dotted name of a called function, ``super.`` for ``super().``; empty for another expression."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Call) and not node.args:
+        return _called_name(node.func)  # `super()`, `self.get_base_model()`
+    if isinstance(node, ast.Attribute):
+        inner = _called_name(node.value)
+        return f"{inner}.{node.attr}" if inner else ""
+    return ""
+
+
+def _forwards(module: nn.Module) -> list[Any]:
+    """Return the forwards of a module's classes in their order, without decorators.
+
+    The list is empty where somebody set another forward on the module or in a class.
+    """
+    current: Any = inspect.unwrap(module.forward)
+    current = getattr(current, "__func__", current)
+    functions = []
+    for kind in type(module).__mro__:
+        if kind is nn.Module or "forward" not in vars(kind):
+            continue
+        function: Any = inspect.unwrap(vars(kind)["forward"])
+        if getattr(function, "__qualname__", "") != f"{kind.__qualname__}.forward":
+            break
+        functions.append(function)
+    return functions if functions and functions[0] is current else []
+
+
+@lru_cache(maxsize=512)
+def _read(forward: Any) -> _Read:
+    """Return what the source of a forward says of its loss; of one without source, that it has none."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        tree = ast.parse("def forward(self): pass").body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    return _Read(tree)
+
+
+def _is_off(addend: _Addend, module: Any, arguments: Mapping[str, Any], forward: Any) -> bool:
+    """Whether a condition of an addend is known to be false, or a factor of a further term to be zero."""
+    scope = _Scope(module, arguments, forward)
+    if any(not scope.value_or(guard, True) for guard in addend.guards):
+        return True
+    if addend.kind != "other" or not isinstance(addend.node, ast.BinOp) or not isinstance(addend.node.op, ast.Mult):
+        return False
+    factors = (scope.value_or(node, None) for node in (addend.node.left, addend.node.right))
+    return any(isinstance(factor, int | float) and factor == 0 for factor in factors)
+
+
+class _Unknown(Exception):
+    """An expression whose value is not known before the forward runs."""
+
+
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Is: operator.is_, ast.IsNot: operator.is_not, ast.Eq: operator.eq, ast.NotEq: operator.ne,
+    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+    ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b,
+}  # fmt: skip
+
+
+class _Scope:
+    """Names of a forward before it runs: the module, its arguments, and local names that follow from them.
+
+    Only attributes, items, comparisons and ``getattr`` are evaluated, no other function is called.
+    """
+
+    def __init__(self, module: Any, arguments: Mapping[str, Any], forward: Any) -> None:
+        self._module, self._arguments, self._read = module, arguments, _read(forward)
+        self._globals, self._parameters = forward.__globals__, inspect.signature(forward).parameters
+        self._seen: set[str] = set()
+
+    def value_or(self, node: ast.expr, default: Any) -> Any:
+        """Return the value of an expression, or the default where it is not known."""
+        try:
+            return self._value(node)
+        except Exception:  # also whatever reading attributes of somebody's module raises
+            return default
+
+    def _value(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Name):
+            return self._name(node.id)
+        if isinstance(node, ast.Attribute):
+            return getattr(self._value(node.value), node.attr)
+        if isinstance(node, ast.Subscript):
+            return self._value(node.value)[self._value(node.slice)]
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return not self._value(node.operand)
+        if isinstance(node, ast.IfExp):
+            return self._value(node.body if self._value(node.test) else node.orelse)
+        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+            return _COMPARISONS[type(node.ops[0])](self._value(node.left), self._value(node.comparators[0]))
+        if isinstance(node, ast.BoolOp):
+            return self._bool(node)
+        if isinstance(node, ast.Call):
+            return self._call(node)
+        raise _Unknown
+
+    def _bool(self, node: ast.BoolOp) -> bool:
+        """Evaluate ``and`` and ``or`` in any order, as one known operand may decide."""
+        decisive = isinstance(node.op, ast.Or)
+        unknown = object()
+        values = [self.value_or(operand, unknown) for operand in node.values]
+        if any(value is not unknown and bool(value) is decisive for value in values):
+            return decisive
+        if unknown in values:
+            raise _Unknown
+        return not decisive
+
+    def _call(self, node: ast.Call) -> Any:
+        """Evaluate ``getattr(x, name, ...)`` and ``kwargs.get(name, ...)``."""
+        name, arguments = _called_name(node.func), node.args
+        if name == "getattr" and len(arguments) > 1:
+            owner, attribute = self._value(arguments[0]), self._value(arguments[1])
+            return getattr(owner, attribute, *[self._value(default) for default in arguments[2:]])
+        if name == f"{self._read.rest}.get" and arguments:
+            key = self._value(arguments[0])
+            if key in self._arguments:
+                return self._arguments[key]
+            return self._value(arguments[1]) if len(arguments) > 1 else None
+        raise _Unknown
+
+    def _name(self, name: str) -> Any:
+        """Evaluate a name: an argument, a local one that is assigned once, an option of the config, or a global."""
+        if name == "self":
+            return self._module
+        if self._arguments.get(name) is not None:
+            return self._arguments[name]
+        stores = self._read.stores(name)
+        if stores and name not in self._seen:
+            if len(stores) > 1:
+                raise _Unknown
+            self._seen.add(name)
+            try:
+                return self._value(stores[0].value)
+            finally:
+                self._seen.discard(name)
+        if name in self._parameters:
+            default = self._parameters[name].default
+            is_given = default is not None and default is not inspect.Parameter.empty
+            return default if is_given else getattr(getattr(self._module, "config", None), name, None)
+        if name in self._globals:
+            return self._globals[name]
+        raise _Unknown
+
+
+def _name_of(addend: _Addend) -> str:
+    """Return the name of the option that adds a term: in its condition, else its factor."""
+    for node in [*reversed(addend.guards), addend.node]:
+        for part in ast.walk(node):
+            name = part.attr if isinstance(part, ast.Attribute) else part.id if isinstance(part, ast.Name) else ""
+            if name and name not in ("self", "labels", "loss", "config"):
+                return name
+    return "itself"
