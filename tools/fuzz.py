@@ -16,6 +16,7 @@ from typing import Any
 
 import fuzz_arguments
 import fuzz_attention
+import fuzz_batches
 import fuzz_experts
 import fuzz_files
 import fuzz_reshard
@@ -154,10 +155,11 @@ def _alone(check: Callable[[Any], None]) -> Callable[[Any, Any], None]:
 
 
 DOMAINS = {
-    "calls": Domain(230, calls(), _on_ranks(run_call)),
+    "calls": Domain(214, calls(), _on_ranks(run_call)),
     "reshardings": Domain(200, fuzz_reshard.reshardings(WORLDS), _on_ranks(fuzz_reshard.run_resharding)),
     "sums": Domain(40, fuzz_sums.sums(WORLDS, JUNK), _on_ranks(fuzz_sums.run_sum)),
     "attention": Domain(150, fuzz_attention.attentions(WORLDS, JUNK), _on_ranks(fuzz_attention.run_attention)),
+    "batches": Domain(16, fuzz_batches.batches(), _on_ranks(fuzz_batches.run_batch)),
     "experts": Domain(80, fuzz_experts.routings(RANKS), _on_ranks(fuzz_experts.run_routing)),
     "stages": Domain(150, fuzz_stages.stage_steps(WORLDS, JUNK), _on_ranks(fuzz_stages.run_stages)),
     "hops": Domain(150, fuzz_states.hops(WORLDS), _on_ranks(fuzz_states.run_hop)),

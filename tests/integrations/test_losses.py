@@ -116,13 +116,70 @@ def classes() -> dict[str, tuple[type, str]]:
             logits = self.lm_head(self.model(input_ids=input_ids, **kwargs).last_hidden_state)
             return output(loss=self.loss_function(logits, labels, self.vocab_size), logits=logits)
 
+    class Moved(llama):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            result = super().forward(*args, **kwargs)
+            loss = result.loss
+            loss = loss.to(torch.float32) if loss is not None else loss
+            result = result if loss is None else output(loss, result.logits)
+            return result
+
+    class Explicit(llama):
+        def forward(self, input_ids: Any = None, shift_labels: Any = None, num_items_in_batch: Any = None, **kw: Any):
+            return llama.forward(
+                self, input_ids, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch, **kw
+            )
+
+    class Taken(llama):
+        def forward(self, input_ids: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+            return super().forward(input_ids, **kwargs)
+
+    class Popped(llama):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            kwargs.pop("num_items_in_batch", None)
+            return super().forward(*args, **kwargs)
+
+    class Relabelled(llama):
+        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+            labels = labels.masked_fill(labels == 3, -100)
+            return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+
+    class InPlace(llama):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            loss = out.loss
+            loss.add_(out.logits.mean())
+            return output(loss=loss, logits=out.logits)
+
+    class Local(llama):
+        def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+            out = super().forward(*args, labels=labels, **kwargs)
+            out.loss = out.loss * (labels != -100).float().mean()
+            return out
+
+    class Late(llama):
+        aux = None
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            self.aux = out.logits.mean()
+            if self.aux is not None:
+                out.loss = out.loss + self.aux
+            return out
+
     class NoLoss(llama):
         def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
             return self.lm_head(self.model(input_ids=input_ids, **kwargs)[0])
 
     return {
         "plain": (Plain, ""), "passed": (Passed, ""), "scaled": (Scaled, ""), "off": (Off, ""), "zero": (Zero, ""),
-        "trained": (Trained, ""), "argument": (Argument, ""),
+        "trained": (Trained, ""), "argument": (Argument, ""), "moved": (Moved, ""), "explicit": (Explicit, ""),
+        "taken": (Taken, "Taken hands no shift_labels and num_items_in_batch to its loss function"),
+        "popped": (Popped, "Popped hands no shift_labels and num_items_in_batch to its loss function"),
+        "relabelled": (Relabelled, "Relabelled hands no shift_labels and num_items_in_batch to its loss function"),
+        "in place": (InPlace, "InPlace adds a further term to its loss by"),
+        "local": (Local, "Local multiplies its loss by (labels != -100).float().mean()"),
+        "late": (Late, "Late adds a further term to its loss by aux"),
         "penalised": (Penalised, "Penalised adds a further term to its loss by alpha"),
         "weighted": (Weighted, "Weighted adds a further term to its loss by weight"),
         "tuple": (Tuple, "Tuple adds a further term to its loss by penalty"),
@@ -154,7 +211,8 @@ def test_one_rank_adds_a_further_term_once() -> None:
     """But its labels are shifted, too, so that a formula of the model's own is wrong there."""
     for name, (kind, words) in classes().items():
         problem = model_parts.wrong_loss(made(kind), {"labels": True}, False)
-        assert (problem is None) == (not words or "further term" in words), (name, problem)
+        is_once = "further term" in words or "multiplies" in words
+        assert (problem is None) == (not words or is_once), (name, problem)
 
 
 def test_conditions_are_read_as_they_are_in_the_call() -> None:
@@ -217,8 +275,10 @@ def test_forwards_that_somebody_replaced_are_judged_by_what_they_return(monkeypa
 def test_loss_functions() -> None:
     transformers = library()
     model = made(transformers.LlamaForCausalLM)
-    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum() / kwargs["num_items_in_batch"]
     assert model_parts.wrong_loss(model, {"labels": True}) is None
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.mean()
+    assert "which takes no num_items_in_batch" in (model_parts.wrong_loss(model, {"labels": True}) or "")
     model.loss_function = transformers.loss.loss_utils.ForMaskedLMLoss
     assert "the loss ForMaskedLMLoss, which shifts no labels" in (model_parts.wrong_loss(model, {"labels": True}) or "")
 

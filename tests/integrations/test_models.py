@@ -536,3 +536,44 @@ def test_positions_by_the_mask_need_switch(group: ProcessGroup) -> None:
             assert (model(**ours.shard_batch(own, group), use_cache=False).logits - wanted)[seen].abs().max() < 1e-5
     finally:
         ours.unregister()
+
+
+def test_models_inside_of_models_are_no_towers() -> None:
+    """A frozen teacher, and a model of one's own around one, take tokens; a vision model takes none."""
+    import transformers
+
+    class Taught(transformers.LlamaForCausalLM): ...
+
+    class Holder(transformers.LlamaPreTrainedModel):
+        def __init__(self, model: Any) -> None:
+            super().__init__(model.config)
+            self.lm = model
+
+        def forward(self, **batch: Any) -> Any:
+            return self.lm(**batch)
+
+    taught = Taught(llama().config)
+    taught.teacher = llama()
+    assert model_parts.towers(taught) == model_parts.towers(Holder(llama())) == []
+    assert model_parts.wrong_part(Holder(llama()), "sdpa", True) is None
+    (tower,) = {type(part).__name__ for part in model_parts.towers(composite("qwen3_5"))}
+    assert tower == "Qwen3_5VisionModel"
+
+
+@pytest.mark.ranks(2)
+def test_copied_layers_compute_over_shards(group: ProcessGroup) -> None:
+    """A deepcopy of a layer, as for up-scaling, has a config of its own, which transformers does not reach."""
+    model, name = llama().eval(), ours.register(group)
+    model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+    model.model.layers[1].self_attn.layer_idx = 1
+    model.config.num_hidden_layers = 2
+    ids = torch.randint(3, 40, (2, 16), generator=torch.Generator().manual_seed(1))
+    wanted = model(input_ids=ids, use_cache=False).logits
+    try:
+        ours.switch(model, name)
+        found = model(**ours.shard_batch({"input_ids": ids}, group), use_cache=False).logits
+        torch.testing.assert_close(found, wanted.chunk(2, 1)[group.rank()], atol=1e-5, rtol=1e-4)
+        ours.switch(model, "sdpa")
+        assert torch.equal(model(input_ids=ids, use_cache=False).logits, wanted)
+    finally:
+        ours.unregister()

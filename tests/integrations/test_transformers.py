@@ -208,6 +208,24 @@ def shards(group: ProcessGroup) -> None:
     assert (ends == -100).all()
 
 
+@pytest.mark.ranks(1)
+def test_copies_of_a_packed_batch_on_one_rank(group: ProcessGroup) -> None:
+    """One rank takes batches that nobody sharded; documents are then those that transformers finds."""
+    model, batch = model_of((4, 2)), batch_of("packed")
+    parts = [model(input_ids=batch["input_ids"][:, a:b]).logits for a, b in ((0, 7), (7, 10), (10, 16))]
+    wanted, name = torch.cat(parts, 1), ours.register(group)
+    for is_switched in (False, True):
+        model.set_attn_implementation(name)
+        if is_switched:
+            ours.switch(model, name)
+        shard = ours.shard_batch(batch, group)
+        copied = {key: x.clone() for key, x in shard.items()}
+        for case in (shard, copied, {**copied, "position_ids": shard["position_ids"]}):
+            assert (model(**case, use_cache=False).logits - wanted).abs().max() < 1e-5
+        model.set_attn_implementation("sdpa")
+    ours.unregister()
+
+
 def test_shards(pool: Pool) -> None:
     pool.run(shards, world=2)
 

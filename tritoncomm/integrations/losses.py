@@ -16,7 +16,7 @@ from torch import nn
 
 __all__ = ["further_term", "is_replaced", "wrong_loss"]
 
-_Kind = Literal["sum", "unshifted", "super", "module", "other"]
+_Kind = Literal["sum", "unshifted", "super", "module", "factor", "other"]
 _UNCHANGED = {"to", "mean", "float", "sum", "contiguous", "clone", "squeeze"}  # methods of a loss, which is one number
 
 
@@ -25,7 +25,7 @@ class _Addend(NamedTuple):
 
     Attributes:
         kind: a sum over labels; a loss function without shifted labels; the loss of the next class, or of a module
-            that gets the labels; or another expression.
+            that gets the labels; a factor of the loss; or another expression.
         node: the expression.
         guards: conditions under which it is added.
         module: name of the module.
@@ -59,7 +59,7 @@ def wrong_loss(model: Any, arguments: Mapping[str, Any], is_sharded: bool = True
 def further_term(module: nn.Module, arguments: Mapping[str, Any]) -> str | None:
     """Return the reason why the forward of a module around a model changes its loss, or None."""
     for forward in _forwards(module)[:1]:
-        return _wrong_addend(module, arguments, forward, _read(forward).stored)
+        return _wrong_addend(module, arguments, forward, _read(forward).addends)
     return None
 
 
@@ -79,9 +79,7 @@ def _wrong_loss(module: Any, arguments: Mapping[str, Any], forwards: list[Any], 
         return problem
     kinds = {addend.kind for addend in addends}
     if "sum" in kinds:
-        parameters = inspect.signature(module.loss_function).parameters
-        is_shifted = "shift_labels" in parameters or not module.loss_function.__module__.startswith("transformers.")
-        return None if is_shifted else f"{label} has the loss {module.loss_function.__name__}, which shifts no labels"
+        return _wrong_function(module)
     if "unshifted" in kinds:
         return f"{label} hands no shift_labels and num_items_in_batch to its loss function"
     if "super" in kinds:
@@ -93,6 +91,21 @@ def _wrong_loss(module: Any, arguments: Mapping[str, Any], forwards: list[Any], 
     return f"{label} hands no labels to a loss function"
 
 
+def _wrong_function(module: Any) -> str | None:
+    """Return the reason why the loss function of a model takes no shifted labels and no count of all ranks, or None."""
+    function = module.loss_function
+    name, parameters = getattr(function, "__name__", type(function).__name__), inspect.signature(function).parameters
+    if {"shift_labels", "num_items_in_batch"} <= set(parameters):
+        return None
+    if getattr(function, "__module__", "").startswith("transformers."):
+        return f"{type(module).__name__} has the loss {name}, which shifts no labels"
+    try:
+        is_passed_on = any(word in inspect.getsource(function) for word in ("num_items_in_batch", "ForCausalLMLoss"))
+    except (OSError, TypeError):
+        is_passed_on = False
+    return None if is_passed_on else f"{type(module).__name__} has the loss {name}, which takes no num_items_in_batch"
+
+
 def _wrong_addend(
     module: Any, arguments: Mapping[str, Any], forward: Any, addends: list[_Addend], is_sharded: bool = True
 ) -> str | None:
@@ -101,6 +114,13 @@ def _wrong_addend(
     wrong = []
     for addend in addends:
         is_method = addend.kind == "module" and _child(module, addend.module) is None
+        if addend.kind == "factor":
+            unknown = object()
+            is_known = _Scope(module, arguments, forward).value_or(addend.node, unknown) is not unknown
+            if is_sharded and not is_known and not _is_off(addend, module, arguments, forward):
+                factor = ast.unparse(addend.node)
+                return f"{label} multiplies its loss by {factor}, which each rank would compute of its own shard"
+            continue
         if addend.kind != "other" and not is_method:
             right.append(addend)
         elif not _is_off(addend, module, arguments, forward):
@@ -116,10 +136,10 @@ def _wrong_addend(
 
 
 def _child(module: Any, name: str) -> nn.Module | None:
-    """Return a module by its attribute, or by a method such as ``get_base_model``; None where it is neither."""
+    """Return a module by its attribute, or by peft's ``get_base_model``; None where it is neither."""
     child = getattr(module, name, None)
-    if name.startswith("get_") and not isinstance(child, nn.Module):
-        child = child() if callable(child) else None
+    if name == "get_base_model" and callable(child):  # of peft
+        child = child()
     return child if isinstance(child, nn.Module) else None
 
 
@@ -128,6 +148,7 @@ class _Read:
 
     Attributes:
         rest: name of the parameter for other keywords; None without one.
+        opaque: local names, and ``self.`` attributes, that the forward changes in another way than by one assignment.
         addends: of all that is returned as a loss.
         stored: addends that are written into an output's ``loss``.
     """
@@ -136,10 +157,20 @@ class _Read:
         arguments = tree.args
         names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
         self._takes_labels, self.rest = "labels" in names, arguments.kwarg.arg if arguments.kwarg else None
+        keys = {*names, *(_popped(node, self.rest) for node in ast.walk(tree))}
+        self._taken = {"shift_labels", "num_items_in_batch"} & keys
         self._stores: dict[str, list[_Store]] = {}
         self._returns: list[_Store] = []
         self._attributes: list[_Store] = []
+        self.opaque: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.For | ast.AsyncFor | ast.NamedExpr | ast.comprehension):
+                self._opaque(node.target)
+            elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+                self._opaque(node.optional_vars)
         self._walk(tree.body, ())
+        # Shifted labels take the place of the labels, whatever the forward made of these.
+        self._changes_labels = any(not _is_same_labels(store.value) for store in self.stores("labels"))
         self.stored = [
             addend._replace(is_stored=True)
             for store in self._attributes
@@ -163,39 +194,83 @@ class _Read:
                     guards = (*guards, inverse)
             elif isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                is_added = isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add | ast.Sub)
-                for target in targets if is_added or not isinstance(node, ast.AugAssign) else ():
-                    store = _Store(node.value, guards)
-                    if isinstance(target, ast.Name):
-                        self._stores.setdefault(target.id, []).append(store)
-                    elif _is_loss(target):
-                        self._attributes.append(store)
+                value = node.value
+                if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult | ast.Div):
+                    value = ast.BinOp(node.target, node.op, node.value)
+                elif isinstance(node, ast.AugAssign) and not isinstance(node.op, ast.Add | ast.Sub):
+                    self._opaque(node.target)
+                    continue
+                for target in targets:
+                    self._assign(target, value, guards)
             elif isinstance(node, ast.Return) and node.value is not None:
                 self._returns.append(_Store(node.value, guards))
+            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                self._statement(node.value, guards)
+            elif isinstance(node, ast.Match):
+                for case in node.cases:
+                    self._walk(case.body, guards)
             else:
                 for inner in ("body", "orelse", "finalbody"):
                     self._walk(getattr(node, inner, []), guards)
                 for handler in getattr(node, "handlers", []):
                     self._walk(handler.body, guards)
 
-    def _returned(self, node: ast.expr, guards: tuple[ast.expr, ...]) -> Iterator[_Addend]:
+    def _assign(self, target: ast.expr, value: ast.expr, guards: tuple[ast.expr, ...]) -> None:
+        """Note an assignment; of tuples each element's."""
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            for inner, part in zip(target.elts, value.elts, strict=True):
+                self._assign(inner, part, guards)
+        elif isinstance(target, ast.Name):
+            self._stores.setdefault(target.id, []).append(_Store(value, guards))
+        elif _is_loss(target):
+            self._attributes.append(_Store(value, guards))
+        else:
+            self._opaque(target)
+
+    def _opaque(self, target: ast.expr) -> None:
+        """Note names and attributes of self whose values are not known before the forward runs."""
+        for part in ast.walk(target):
+            if isinstance(part, ast.Name) and part.id != "self":
+                self.opaque.add(part.id)
+            elif isinstance(part, ast.Attribute) and _called_name(part) == f"self.{part.attr}":
+                self.opaque.add(f"self.{part.attr}")
+
+    def _statement(self, node: ast.Call, guards: tuple[ast.expr, ...]) -> None:
+        """Note a call whose result nobody takes: ``loss.add_(term)``, ``setattr(out, "loss", value)``."""
+        if not isinstance(node.func, ast.Attribute):
+            if _called_name(node.func) == "setattr" and len(node.args) == 3 and ast.unparse(node.args[1]) == "'loss'":
+                self._attributes.append(_Store(node.args[2], guards))
+            return
+        owner = node.func.value
+        if node.func.attr.endswith("_") and node.args and (_is_loss(owner) or isinstance(owner, ast.Name)):
+            is_sum = node.func.attr in ("add_", "sub_")
+            value = node.args[0] if is_sum else ast.BinOp(owner, ast.Mult(), node.args[0])
+            self._assign(owner, value, guards)
+        elif _called_name(owner).startswith("self."):  # `self.terms.append(...)`
+            self._opaque(owner)
+
+    def _returned(
+        self, node: ast.expr, guards: tuple[ast.expr, ...], seen: frozenset[str] = frozenset()
+    ) -> Iterator[_Addend]:
         """Yield the addends of the loss in a returned value: an output, or a tuple that begins with it."""
         if isinstance(node, ast.IfExp):
-            yield from self._returned(node.body, (*guards, node.test))
-            yield from self._returned(node.orelse, (*guards, ast.UnaryOp(ast.Not(), node.test)))
+            yield from self._returned(node.body, (*guards, node.test), seen)
+            yield from self._returned(node.orelse, (*guards, ast.UnaryOp(ast.Not(), node.test)), seen)
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            yield from self._returned(node.left, guards)
+            yield from self._returned(node.left, guards, seen)
         elif isinstance(node, ast.Tuple):
             yield from self._addends(node.elts[0], guards, frozenset()) if _mentions_loss(node.elts[:1]) else ()
         elif isinstance(node, ast.Call):
             losses = [keyword.value for keyword in node.keywords if keyword.arg == "loss"]
+            if not losses and node.args and _mentions_loss(node.args[:1]):
+                losses = node.args[:1]  # an output by position
             if losses:
                 yield from self._addends(losses[0], guards, frozenset())
             else:
                 yield from (addend for addend in self._addends(node, guards, frozenset()) if addend.kind != "other")
-        elif isinstance(node, ast.Name):
+        elif isinstance(node, ast.Name) and node.id not in seen:
             for store in self.stores(node.id):
-                yield from self._returned(store.value, (*guards, *store.guards))
+                yield from self._returned(store.value, (*guards, *store.guards), seen | {node.id})
 
     def _addends(self, node: ast.expr, guards: tuple[ast.expr, ...], seen: frozenset[str]) -> Iterator[_Addend]:
         """Yield the addends of an expression."""
@@ -215,32 +290,78 @@ class _Read:
             for side in (node.left, node.right):
                 yield from self._addends(side, guards, seen)
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
-            sides = [list(self._addends(side, guards, seen)) for side in (node.left, node.right)]
-            scaled = [addend for side in sides for addend in side if addend.kind != "other"]
-            is_loss = scaled or any(isinstance(side, ast.Name) and side.id in seen for side in (node.left, node.right))
-            yield from scaled if is_loss else [_Addend("other", node, guards)]
+            yield from self._product(node, guards, seen)
         elif isinstance(node, ast.Call):
-            yield self._called(node, guards) or _Addend("other", node, guards)
+            yield self._called(node, guards, seen) or _Addend("other", node, guards)
         else:
             yield _Addend("other", node, guards)
 
-    def _called(self, node: ast.Call, guards: tuple[ast.expr, ...]) -> _Addend | None:
+    def _product(self, node: ast.BinOp, guards: tuple[ast.expr, ...], seen: frozenset[str]) -> Iterator[_Addend]:
+        """Yield the addends of a scaled loss, with its factor; of another product itself."""
+        left, right = (list(self._addends(side, guards, seen)) for side in (node.left, node.right))
+        is_loss = [
+            any(addend.kind not in ("other", "factor") for addend in addends)
+            or (isinstance(side, ast.Name) and side.id in seen)
+            for side, addends in ((node.left, left), (node.right, right))
+        ]
+        if is_loss == [True, False]:
+            yield from (*left, _Addend("factor", node.right, guards))
+        elif is_loss == [False, True] and isinstance(node.op, ast.Mult):
+            yield from (*right, _Addend("factor", node.left, guards))
+        else:
+            yield _Addend("other", node, guards)
+
+    def _name_of_called(self, node: ast.expr) -> str:
+        """Return the dotted name of a called function, also behind a local name of it."""
+        name = _called_name(node)
+        stores = self.stores(name) if isinstance(node, ast.Name) else []
+        return _called_name(stores[0].value) if len(stores) == 1 else name
+
+    def _called(self, node: ast.Call, guards: tuple[ast.expr, ...], seen: frozenset[str]) -> _Addend | None:
         """Return the addend of a call that hands labels on; None for another call."""
-        name, rest = _called_name(node.func), [keyword.value for keyword in node.keywords if keyword.arg is None]
+        name, rest = (
+            self._name_of_called(node.func),
+            [keyword.value for keyword in node.keywords if keyword.arg is None],
+        )
+        keywords = {keyword.arg for keyword in node.keywords}
         has_rest = any(isinstance(value, ast.Name) and value.id == self.rest for value in rest)
+        # What a forward takes by name, or out of its keywords, it has to hand on by name.
+        has_rest = (has_rest and self._taken <= keywords) or {"shift_labels", "num_items_in_batch"} <= keywords
         if name == "self.loss_function":
-            return _Addend("sum" if has_rest else "unshifted", node, guards)
+            return _Addend("sum" if has_rest and not self._changes_labels else "unshifted", node, guards)
         names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
         has_labels = "labels" in names or (has_rest and not self._takes_labels)
-        if name in ("super.forward", "super.__call__"):
-            return _Addend("super" if has_rest else "unshifted", node, guards)
+        is_base = (
+            name.endswith(".forward")
+            and not name.startswith("self.")
+            and [ast.unparse(argument) for argument in node.args[:1]] == ["self"]
+        )
+        if name in ("super.forward", "super.__call__") or is_base:
+            return _Addend("super" if has_rest and not self._changes_labels else "unshifted", node, guards)
         owner, _, method = name.removeprefix("self.").partition(".")
         if name.startswith("self.") and method in ("", "forward", "__call__") and has_labels:
             return _Addend("module", node, guards, module=owner)
         if isinstance(node.func, ast.Attribute) and node.func.attr in _UNCHANGED:
-            inner = list(self._addends(node.func.value, guards, frozenset()))
+            inner = list(self._addends(node.func.value, guards, seen))
+            if not inner and isinstance(node.func.value, ast.Name) and node.func.value.id in seen:
+                return _Addend("factor", ast.Constant(1), guards)  # `loss = loss.to(...)`
             return inner[0] if len(inner) == 1 and inner[0].kind != "other" else None
         return None
+
+
+def _popped(node: ast.AST, rest: str | None) -> str:
+    """Return the key of ``kwargs.pop(key, ...)``; empty for another expression."""
+    is_pop = isinstance(node, ast.Call) and _called_name(node.func) == f"{rest}.pop" and bool(node.args)
+    key = node.args[0] if is_pop and isinstance(node, ast.Call) else None
+    return str(key.value) if isinstance(key, ast.Constant) else ""
+
+
+def _is_same_labels(node: ast.expr) -> bool:
+    """Whether an expression is the labels, at most on another device or in other memory."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _UNCHANGED:
+        node = node.func.value
+    is_popped = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("pop", "get")
+    return is_popped or isinstance(node, ast.Constant) or (isinstance(node, ast.Name) and node.id == "labels")
 
 
 def _is_loss(node: ast.expr) -> bool:
@@ -263,8 +384,8 @@ def _called_name(node: ast.expr) -> str:
     """Return the dotted name of a called function, ``super.`` for ``super().``; empty for another expression."""
     if isinstance(node, ast.Name):
         return node.id
-    if isinstance(node, ast.Call) and not node.args:
-        return _called_name(node.func)  # `super()`, `self.get_base_model()`
+    if isinstance(node, ast.Call) and (not node.args or _called_name(node.func) == "super"):
+        return _called_name(node.func)  # `super()`, `super(Class, self)`, `self.get_base_model()`
     if isinstance(node, ast.Attribute):
         inner = _called_name(node.value)
         return f"{inner}.{node.attr}" if inner else ""
@@ -346,6 +467,8 @@ class _Scope:
         if isinstance(node, ast.Name):
             return self._name(node.id)
         if isinstance(node, ast.Attribute):
+            if _called_name(node) in self._read.opaque:
+                raise _Unknown
             return getattr(self._value(node.value), node.attr)
         if isinstance(node, ast.Subscript):
             return self._value(node.value)[self._value(node.slice)]
@@ -391,6 +514,8 @@ class _Scope:
             return self._module
         if self._arguments.get(name) is not None:
             return self._arguments[name]
+        if name in self._read.opaque:
+            raise _Unknown
         stores = self._read.stores(name)
         if stores and name not in self._seen:
             if len(stores) > 1:

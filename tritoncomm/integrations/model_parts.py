@@ -48,6 +48,8 @@ def wrong_part(model: Any, attention: str, sharded: bool, served: Collection[nn.
     """
     if sharded and any(_learns_prompts(module) for module in model.modules()):
         return _PROMPTS
+    if sharded and any(_reads_sequence(module) for module in model.modules()):
+        return "its adapters of peft look at the whole sequence (aLoRA, Lily), and would see a shard; use LoRA"
     model = outermost(model.modules()) or model
     config, parts = _text_config(model.config), language_parts(model)
     kinds = [type(module) for module in parts]
@@ -79,6 +81,15 @@ def _learns_prompts(module: nn.Module) -> bool:
     configs = getattr(module, "peft_config", None)
     return isinstance(configs, Mapping) and any(
         getattr(config, "is_prompt_learning", False) for config in configs.values()
+    )
+
+
+def _reads_sequence(module: nn.Module) -> bool:
+    """Whether a module has adapters that depend on other positions: invocation tokens, or a router over all."""
+    configs = getattr(module, "peft_config", None)
+    return isinstance(configs, Mapping) and any(
+        getattr(config, "alora_invocation_tokens", None) or "LILY" in str(getattr(config, "peft_type", ""))
+        for config in configs.values()
     )
 
 
@@ -191,7 +202,7 @@ def language_parts(model: nn.Module) -> list[nn.Module]:
 
 
 def towers(model: nn.Module) -> list[nn.Module]:
-    """Return the models of images or audio inside of a model: neither its language model, nor around it."""
+    """Return the models of images or audio inside of a model, which take no tokens."""
     kind = importlib.import_module("transformers").PreTrainedModel
     outer: Any = outermost(model.modules())
     if outer is None or getattr(outer.config, "is_encoder_decoder", False):
@@ -200,7 +211,9 @@ def towers(model: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in outer.modules()
-        if isinstance(module, kind) and not any(part is language_model for part in module.modules())
+        if isinstance(module, kind)
+        and not any(part is language_model for part in module.modules())
+        and not {"input_ids", "inputs_embeds"} & set(inspect.signature(type(module).forward).parameters)
     ]
 
 
@@ -215,7 +228,13 @@ def _language_model(outer: Any) -> Any:
         for name in _embedding_callees(inspect.unwrap(type(owner).forward)):
             if id(getattr(owner, name, None)) in inner:
                 return getattr(owner, name)
-    return outer
+    takes_tokens = (
+        module
+        for module in outer.modules()
+        if id(module) in inner and "input_ids" in inspect.signature(type(module).forward).parameters
+    )
+    language_model = next(takes_tokens, None)  # of a module of one's own around a model
+    return outer if language_model is None else _language_model(language_model)
 
 
 @lru_cache(maxsize=256)
@@ -288,7 +307,8 @@ def callers(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
             names = frame.f_locals
             module = names.get("self")
             if isinstance(module, nn.Module) and any(part is model for part in module.modules()):
-                yield module, {**names, **names.get("kwargs", {})}
+                keywords = names.get("kwargs")
+                yield module, {**names, **(keywords if isinstance(keywords, Mapping) else {})}
         frame = frame.f_back
 
 

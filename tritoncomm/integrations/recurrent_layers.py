@@ -95,8 +95,9 @@ class _Layer:
 class _Running(threading.local):
     """Forwards of a model and of a layer in this thread, the innermost of each."""
 
-    forward: _Forward | None = None
-    layer: _Layer | None = None
+    def __init__(self) -> None:  # in every thread; torch.compile guards on the names that are there
+        self.forward: _Forward | None = None
+        self.layer: _Layer | None = None
 
 
 _running = _Running()

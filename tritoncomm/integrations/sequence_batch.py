@@ -51,7 +51,7 @@ def shard_batch(
         ``input_ids`` and global ``position_ids`` ``[b, s]``. With labels: ``shift_labels`` ``[b, s]``, the label of
         each position's successor; ``labels``, which makes the model compute its loss; ``num_items_in_batch``, the
         labels of all ranks: the losses of the ranks add up to the mean over the batch. ``attention_mask`` as it was,
-        or ones for packed sequences: masks are of all positions, because attention is.
+        or ones for packed sequences over several ranks: masks are of all positions, because attention is.
 
     Raises:
         ArgumentError: an entry that cannot be sharded.
@@ -81,7 +81,7 @@ def shard_batch(
     if mask is not None:
         mask = out["attention_mask"] = F.pad(mask, (0, more))
         columns = mask[:, start:end]
-    elif documents is not None:  # without a mask transformers looks for them in the positions of a shard
+    elif documents is not None and group.size() > 1:  # else transformers looks for them in the positions of a shard
         out["attention_mask"] = ids.new_ones(()).expand(positions.shape[-2:])
     of_rows = positions[..., : ids.shape[1]]
     notes = BatchNotes(

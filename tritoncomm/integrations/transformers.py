@@ -6,6 +6,7 @@ of its positions, the gradients add up over the group. The attention refuses a b
 
 import importlib
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -155,6 +156,10 @@ def _attention(model: Any, name: str, has_attention: bool) -> Iterator[None]:
             model.set_attn_implementation(name)
             if model.config._attn_implementation != name:  # transformers warns only
                 raise UnsupportedError(f"switch: transformers cannot change the attention of {type(model).__name__}")
+            for module in model_parts.language_parts(model):  # copied layers have a config that transformers misses
+                config: Any = vars(module).get("config")
+                if isinstance(config, kind) and config._attn_implementation != name:
+                    config._attn_implementation = name
         yield
     except BaseException:
         for module, attribute, value in configs:
@@ -227,10 +232,17 @@ def _begin(name: str, has_attention: bool, counting: str | None, model: Any, arg
         notes = BatchNotes().complete(torch.ones(1, 1), None)
     _check_rows(label, notes, arguments)
     if not is_compiling():
-        _check_loss(name, model, arguments, ours.group.size() > 1)
+        # Between graphs torch.compile would trace the check, which reads source.
+        check: Any = torch.compiler.disable(_check_loss) if "torch._dynamo" in sys.modules else _check_loss
+        check(name, model, arguments, ours.group.size() > 1)
     if counting == "other" and notes.counted is not None:
         raise UnsupportedError(f"{label} numbers positions by its padding mask; pass position_ids to shard_batch")
     recurrent_layers.enter_model(model, notes)
+    if notes.documents is not None and "attention_mask" in names and arguments.get("attention_mask") is None:
+        # Else transformers looks for documents, too, and the masks of each would have those of all.
+        kwargs = {**kwargs, "attention_mask": positions.new_ones(()).expand(notes.shape or ())}
+    if isinstance(kwargs.get("shift_labels"), Tensor):  # the loss views them; rows with a step are not contiguous
+        kwargs = {**kwargs, "shift_labels": kwargs["shift_labels"].contiguous()}
     if recurrent_layers.is_bound(model, name):
         kwargs = recurrent_layers.keywords(model, kwargs)
     if counting == "product" and notes.counted is not None:  # positions that one process makes from the same mask
@@ -421,6 +433,8 @@ class _Implementation:
         notes = noted(kwargs.get("position_ids"), f"{self.name}: {type(module).__name__}")
         if packed is not None or notes is None or notes.documents is None:
             return packed
+        if self.group.size() == 1 and isinstance(mask, Tensor) and mask.dim() == 4:
+            return None  # transformers found the documents in position_ids of all positions
         if kwargs.get("sliding_window") is not None or (isinstance(mask, Tensor) and mask.dim() == 4):
             raise UnsupportedError(
                 f"{self.name}: {type(module).__name__} has a mask of its own, and packed documents; give its model to "
