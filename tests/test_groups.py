@@ -774,6 +774,12 @@ def _dispatched(group: Any, x: Tensor) -> Tensor:
 
 
 # Calls of every public function that takes a group, with a tensor [16, 4]; None where the defaults of the rest do.
+def _dropped(group: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    with ulysses.dropout_by_rank(group):
+        return torch.nn.functional.dropout(x)
+
+
 TAKE_GROUPS: dict[str, Any] = {
     "collective.all_gather": lambda group, x: collective.all_gather(x, 1, group),
     "collective.all_reduce": None,
@@ -797,6 +803,7 @@ TAKE_GROUPS: dict[str, Any] = {
     "p2p._batched_p2p_ops": lambda group, x: _post(p2p._batched_p2p_ops, group, x),
     "p2p._p2p_ops": lambda group, x: _post(p2p._p2p_ops, group, x),
     "ulysses.UlyssesAttention": _attend,
+    "ulysses.dropout_by_rank": _dropped,
     "recurrent.by_heads": lambda group, x: recurrent.by_heads(lambda y: y.cumsum(1), group)(x.view(1, 16, 4)),
     "recurrent.conv_halo": lambda group, x: recurrent.conv_halo(_sums_of_two, group)(x.t()[None], torch.ones(4, 2)),
     "parallel.ColwiseParallel": _parallelize,

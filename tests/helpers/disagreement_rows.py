@@ -280,6 +280,7 @@ SILENT = {  # public names that no other rank has to call
     "mappings.overwrite_inputs": "a switch of this thread",
     "ulysses.AttentionExchange": "a tuple",
     "ulysses.autocast": "casts, and sends nothing",
+    "ulysses.dropout_by_rank": "seeds, and sends nothing",
     "ulysses.exchange_for": "plans, and sends nothing",
     "experts.Dispatched": "what dispatch, a row, returns",
     "experts.ExpertRows": "a tuple",

@@ -94,7 +94,7 @@ def _wrong_loss(module: Any, arguments: Mapping[str, Any], forwards: list[Any], 
 def _wrong_function(module: Any) -> str | None:
     """Return the reason why the loss function of a model takes no shifted labels and no count of all ranks, or None."""
     function = module.loss_function
-    name, parameters = getattr(function, "__name__", type(function).__name__), inspect.signature(function).parameters
+    name, parameters = getattr(function, "__name__", type(function).__name__), _parameters(function)
     if {"shift_labels", "num_items_in_batch"} <= set(parameters):
         return None
     if getattr(function, "__module__", "").startswith("transformers."):
@@ -110,8 +110,7 @@ def _wrong_addend(
     module: Any, arguments: Mapping[str, Any], forward: Any, addends: list[_Addend], is_sharded: bool = True
 ) -> str | None:
     """Return the reason why an addend is neither a sum over labels nor the loss of another forward, or None."""
-    label, right = type(module).__name__, []
-    wrong = []
+    label, right, wrong = type(module).__name__, [], []
     for addend in addends:
         is_method = addend.kind == "module" and _child(module, addend.module) is None
         if addend.kind == "factor":
@@ -319,11 +318,8 @@ class _Read:
 
     def _called(self, node: ast.Call, guards: tuple[ast.expr, ...], seen: frozenset[str]) -> _Addend | None:
         """Return the addend of a call that hands labels on; None for another call."""
-        name, rest = (
-            self._name_of_called(node.func),
-            [keyword.value for keyword in node.keywords if keyword.arg is None],
-        )
-        keywords = {keyword.arg for keyword in node.keywords}
+        name, keywords = self._name_of_called(node.func), {keyword.arg for keyword in node.keywords}
+        rest = [keyword.value for keyword in node.keywords if keyword.arg is None]
         has_rest = any(isinstance(value, ast.Name) and value.id == self.rest for value in rest)
         # What a forward takes by name, or out of its keywords, it has to hand on by name.
         has_rest = (has_rest and self._taken <= keywords) or {"shift_labels", "num_items_in_batch"} <= keywords
@@ -411,13 +407,20 @@ def _forwards(module: nn.Module) -> list[Any]:
 
 
 @lru_cache(maxsize=512)
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function; read once, as it takes longer than the rest of a check."""
+    return inspect.signature(function).parameters
+
+
+@lru_cache(maxsize=512)
 def _read(forward: Any) -> _Read:
     """Return what the source of a forward says of its loss; of one without source, that it has none."""
+    nothing = ast.parse("def forward(self): pass").body
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
+        nodes = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
     except (OSError, TypeError, SyntaxError):
-        tree = ast.parse("def forward(self): pass").body[0]
-    assert isinstance(tree, ast.FunctionDef)
+        nodes = nothing
+    tree = next(node for node in (*nodes, *nothing) if isinstance(node, ast.FunctionDef))
     return _Read(tree)
 
 
@@ -451,7 +454,7 @@ class _Scope:
 
     def __init__(self, module: Any, arguments: Mapping[str, Any], forward: Any) -> None:
         self._module, self._arguments, self._read = module, arguments, _read(forward)
-        self._globals, self._parameters = forward.__globals__, inspect.signature(forward).parameters
+        self._globals, self._parameters = forward.__globals__, _parameters(forward)
         self._seen: set[str] = set()
 
     def value_or(self, node: ast.expr, default: Any) -> Any:

@@ -238,7 +238,7 @@ def _begin(name: str, has_attention: bool, counting: str | None, model: Any, arg
     if counting == "other" and notes.counted is not None:
         raise UnsupportedError(f"{label} numbers positions by its padding mask; pass position_ids to shard_batch")
     recurrent_layers.enter_model(model, notes)
-    if notes.documents is not None and "attention_mask" in names and arguments.get("attention_mask") is None:
+    if notes.documents is not None and "attention_mask" in names[len(args) :] and kwargs.get("attention_mask") is None:
         # Else transformers looks for documents, too, and the masks of each would have those of all.
         kwargs = {**kwargs, "attention_mask": positions.new_ones(()).expand(notes.shape or ())}
     if isinstance(kwargs.get("shift_labels"), Tensor):  # the loss views them; rows with a step are not contiguous
