@@ -166,7 +166,7 @@ MUTATIONS = (
     ),
     Mutation(
         "transformers: a batch that is not sharded passes", "tritoncomm/integrations/transformers.py",
-        "        if over is None:\n", "        if over == 0:\n", "tests/integrations/test_transformers.py",
+        "        if notes is None:\n", "        if notes == 0:\n", "tests/integrations/test_transformers.py",
     ),
     Mutation(
         "tables read the memory of tensors with lazy bits", "tritoncomm/core/ops.py",
