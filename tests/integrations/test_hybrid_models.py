@@ -8,7 +8,6 @@ import random
 import re
 import sys
 import threading
-import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -375,9 +374,7 @@ def test_flash_attention_gets_the_boundaries_of_documents(group: ProcessGroup, n
 def checkpointed(use_reentrant: bool) -> Callable[[Any], Any]:
     def change(model: Any) -> None:
         model.train()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it has another name since 5.20
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
 
     return change
 

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,8 +104,7 @@ def gradients(model: Any) -> dict[str, Tensor | None]:
 def prepared(model: Any, how: str) -> Any:
     """The model as a recipe has it."""
     if how == "checkpointing":
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # another name from 5.23 on
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     elif how == "frozen":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("experts" in name)
