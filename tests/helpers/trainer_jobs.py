@@ -386,7 +386,7 @@ def _misuses(group: dist.ProcessGroup, name: str, folder: str) -> dict[str, str]
     from peft import PromptTuningConfig, get_peft_model
     from tiny_models import tiny
 
-    errors["own loss"] = _error(lambda: kind(model=tiny("whisper"), args=args, train_dataset=samples))
+    errors["own loss"] = _error(kind(model=tiny("whisper"), args=args, train_dataset=masked).train)
     prompts = get_peft_model(_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     errors["prompts"] = _error(lambda: kind(model=prompts, args=args, train_dataset=samples))
     transformers = _library()

@@ -140,7 +140,7 @@ MISUSES = {
     "no registration": "ArgumentError: 'none' is not registered here",
     "a group of one": "register: the sequence group has one rank of 2, so no sequence is sharded; "
     "initialize(context=...) with the number of ranks that share one",
-    "own loss": "UnsupportedError: Sharded: WhisperForCausalLM computes its loss by a formula of its own",
+    "own loss": "UnsupportedError: tritoncomm_ulysses: WhisperForCausalLM computes its loss by a formula of its own",
     "prompts": "UnsupportedError: Sharded: prompt learning puts virtual tokens before every shard",
     "generation": "UnsupportedError: Sequence: predict_with_generate: not supported over sequence shards; set "
     "predict_with_generate=False, and generate on full sequences after switch(model, 'sdpa')",

@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 from torch import nn
 
-from tritoncomm.integrations import losses, rotary_tables
+from tritoncomm.integrations import rotary_tables
 
 __all__ = [
-    "ROUTER_LOSS", "called", "callers", "counts_unpadded", "has_attention", "language_parts", "outermost", "outputs_of",
-    "towers", "unknown_part", "wrong_attention", "wrong_loss", "wrong_part",
+    "PROMPTS", "ROUTER_LOSS", "called", "callers", "counts_unpadded", "has_attention", "language_parts",
+    "learns_prompts", "outermost", "outputs_of", "towers", "unknown_part", "wrong_attention", "wrong_part",
 ]  # fmt: skip
 
 _ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
@@ -29,7 +29,7 @@ _BY_POSITION = {"mlp", "moe", "sparse", "dense"}  # kinds of MLP, which work on 
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _OWN_POSITIONS = "create_position_ids_from_input_ids"
 _POSITIONS = re.compile("posit|rotary|rope|wpe|alibi|relative", re.IGNORECASE)  # names of tables of positions
-_PROMPTS = "prompt learning puts virtual tokens before every shard; use adapters such as LoRA"
+PROMPTS = "prompt learning puts virtual tokens before every shard; use adapters such as LoRA"
 ROUTER_LOSS = "every rank would add the router's auxiliary loss, of its own tokens"
 # Names of the outputs that a forward is annotated with: one result for each position, and one for a whole sequence.
 _BY_TOKEN = re.compile(
@@ -46,8 +46,8 @@ def wrong_part(model: Any, attention: str, sharded: bool, served: Collection[nn.
         sharded: whether there are several ranks.
         served: recurrent layers that compute over shards.
     """
-    if sharded and any(_learns_prompts(module) for module in model.modules()):
-        return _PROMPTS
+    if sharded and any(learns_prompts(module) for module in model.modules()):
+        return PROMPTS
     if sharded and any(_reads_sequence(module) for module in model.modules()):
         return "its adapters of peft look at the whole sequence (aLoRA, Lily), and would see a shard; use LoRA"
     model = outermost(model.modules()) or model
@@ -76,7 +76,7 @@ def wrong_part(model: Any, attention: str, sharded: bool, served: Collection[nn.
     return None
 
 
-def _learns_prompts(module: nn.Module) -> bool:
+def learns_prompts(module: nn.Module) -> bool:
     """Whether a module is a model of peft with virtual tokens."""
     configs = getattr(module, "peft_config", None)
     return isinstance(configs, Mapping) and any(
@@ -310,15 +310,6 @@ def callers(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
                 keywords = names.get("kwargs")
                 yield module, {**names, **(keywords if isinstance(keywords, Mapping) else {})}
         frame = frame.f_back
-
-
-def wrong_loss(model: Any, arguments: Mapping[str, Any], is_sharded: bool = True) -> str | None:
-    """Return the reason why a model's losses of shards do not add up to the loss of the sequence, or None."""
-    if any(_learns_prompts(module) for module in model.modules()):
-        return _PROMPTS
-    if losses.is_replaced(model) and any("CausalLM" in name or "LMHead" in name for name in outputs_of(model)):
-        return None  # by somebody who replaced the forward of a language model, such as TRL's or Liger's fused heads
-    return losses.wrong_loss(model, arguments, is_sharded)
 
 
 def has_attention(model: nn.Module) -> bool:

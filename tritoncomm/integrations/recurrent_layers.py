@@ -21,8 +21,8 @@ from tritoncomm.integrations.batch_notes import BatchNotes, noted
 from tritoncomm.recurrent import Exchanged, Gathered, Role, Sliced, by_heads, conv_halo
 
 __all__ = [
-    "bind", "documents", "enter_model", "functions_of", "is_bound", "is_inside", "keywords", "leave_model",
-    "parameters_of", "recurrent_layers", "release", "restore", "unknown_of",
+    "bind", "documents", "enter_model", "functions_of", "is_bound", "is_inside", "is_running", "keywords",
+    "leave_model", "parameters_of", "recurrent_layers", "release", "restore", "unknown_of",
 ]  # fmt: skip
 
 
@@ -205,19 +205,19 @@ def leave_model(model: nn.Module, *_: Any) -> None:
 
 def _forward() -> _Forward | None:
     """Return the innermost running forward of a model; forget those that ended without their hooks."""
-    while _running.forward is not None and not _is_running(_running.forward.model):
+    while _running.forward is not None and not is_running(_running.forward.model):
         _running.forward = _running.forward.outer
     return _running.forward
 
 
 def _layer() -> _Layer | None:
     """Return the innermost running forward of a layer; forget those that ended without their hooks."""
-    while _running.layer is not None and not _is_running(_running.layer.module):
+    while _running.layer is not None and not is_running(_running.layer.module):
         _running.layer = _running.layer.outer
     return _running.layer
 
 
-def _is_running(module: nn.Module) -> bool:
+def is_running(module: nn.Module) -> bool:
     """Whether a call of a module is on the stack of this thread.
 
     Torch runs forward hooks with ``always_call`` after an ``Exception``, but not after KeyboardInterrupt, SystemExit or

@@ -64,10 +64,11 @@ class UlyssesTrainerMixin(_Base):
 
     Raises:
         ArgumentError: nothing is registered under ``ulysses``, or groups of ranks do not divide the job evenly.
-        UnsupportedError: a trainer of TRL other than ``SFTTrainer``; a model whose loss is no sum over labels, or whose
-            outputs have a further loss; an option that would give other numbers than one process: own loss functions,
-            label smoothing, NEFTune, generation, batches that rank 0 dispatches, ``batch_rebalance``, other
-            parallelism; or numbers of a shard that are gathered for metrics and may be no sums.
+        UnsupportedError: a trainer of TRL other than ``SFTTrainer``; a model whose loss is no sum over labels, in the
+            first step, or whose outputs have a further loss; an option that would give other numbers than one process:
+            own loss functions, label smoothing, NEFTune, generation, batches that rank 0 dispatches,
+            ``batch_rebalance``, other parallelism; or numbers of a shard that are gathered for metrics and may be no
+            sums.
 
     Example:
         ``SequenceTrainer(model=model, args=args, train_dataset=data, ulysses=register(group)).train()``
@@ -91,10 +92,9 @@ class UlyssesTrainerMixin(_Base):
         return model
 
     def __switch_model(self, model: Any) -> None:
-        """Give a model this attention; reject one whose losses of shards do not add up to the loss of a sequence."""
-        problem = model_parts.wrong_loss(model, {"labels": True}, self.sequence_group.size() > 1)
-        if problem is not None:
-            raise UnsupportedError(f"{type(self).__name__}: {problem}")
+        """Give a model this attention."""
+        if any(model_parts.learns_prompts(module) for module in model.modules()):  # also on one rank, with labels
+            raise UnsupportedError(f"{type(self).__name__}: {model_parts.PROMPTS}")
         switch(model, self.ulysses, unverified=self.unverified)
 
     def __refuse_options(self) -> None:

@@ -40,10 +40,6 @@ _TAKEN = frozenset(
 )
 _NOT_IN_A_NAME = ("flash", "/", "|")  # transformers takes such names for implementations of its own or of a hub
 _HOOKED = "tritoncomm_hooked"  # attribute of models that `switch` got, and of their copies
-_NO_LABELS = (
-    "{name}: {problem}; here the loss has to be one sum over labels, which shards add up to. Leave labels out, and "
-    "compute the loss from the logits of each position"
-)
 _registered: "dict[str, _Implementation]" = {}
 
 
@@ -136,6 +132,8 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
     if is_sharded:
         rotary_tables.bind(model_parts.language_parts(outer), name)
     _hook(outer, name, has_attention)
+    for module in (model,) if model is outer else (model, outer):
+        _hook_loss(module, name, has_attention)
 
 
 @contextmanager
@@ -171,7 +169,7 @@ def _hook(outer: Any, name: str, has_attention: bool) -> None:
     """Check every batch of a model where it comes in: in its forward, or in that of a model inside of it."""
     parts = model_parts.language_parts(outer)
     is_causal = all(getattr(module, "is_causal", True) for module in parts)
-    check = partial(_check_call, name, is_causal, model_parts.wrong_loss(outer, {"labels": True}), has_attention)
+    check = partial(_check_call, name, is_causal, has_attention)
     outer.register_forward_pre_hook(check, with_kwargs=True)
     kind = importlib.import_module("transformers").PreTrainedModel
     begin = partial(_begin, name, has_attention, model_parts.counts_unpadded(outer))
@@ -186,6 +184,32 @@ def _hook(outer: Any, name: str, has_attention: bool) -> None:
     setattr(outer, _HOOKED, True)
     for tower in model_parts.towers(outer):
         tower.register_forward_pre_hook(partial(_refuse_tower, name))
+
+
+def _hook_loss(module: Any, name: str, has_attention: bool) -> None:
+    """Watch the loss of a model where ``switch`` got it: in the model itself, or in a module around it."""
+    kind = importlib.import_module("transformers").PreTrainedModel
+    paths = tuple(path for path, part in module.named_modules() if isinstance(part, kind))
+    is_plain = losses.is_plain(module)
+    module.register_forward_pre_hook(partial(_watch, name, has_attention, paths, is_plain))
+    module.register_forward_hook(partial(_check_loss, name, paths, is_plain), with_kwargs=True, always_call=True)
+
+
+def _watch(name: str, has_attention: bool, paths: tuple[str, ...], is_plain: bool, module: Any, _: Any) -> None:
+    """Watch what the forward of a switched model does with its labels."""
+    if name in _registered and _is_active(name, has_attention, module):
+        models = [module.get_submodule(path) for path in paths]
+        losses.watch(module, models, is_plain, recurrent_layers.is_running)
+
+
+def _check_loss(name: str, paths: tuple[str, ...], is_plain: bool, module: Any, _: Any, kwargs: Any, out: Any) -> None:
+    """Reject a loss of which nobody knows that shards add up to it."""
+    calls = losses.end([module.get_submodule(path) for path in paths], module)
+    if calls is None or name not in _registered:
+        return
+    is_sharded = _registered[name].group.size() > 1
+    if is_sharded or noted(kwargs.get("position_ids"), name) is not None:  # else one rank has all, of whatever batch
+        losses.traced(losses.check, is_plain)(module, calls, kwargs, out, is_sharded, name)
 
 
 def _refuse_tower(name: str, tower: Any, _: Any) -> None:
@@ -231,10 +255,10 @@ def _begin(name: str, has_attention: bool, counting: str | None, model: Any, arg
     if notes is None:
         notes = BatchNotes().complete(torch.ones(1, 1), None)
     _check_rows(label, notes, arguments)
-    if not is_compiling():
+    if ours.group.size() > 1 and not is_compiling():
         # Between graphs torch.compile would trace the check, which reads source.
-        check: Any = torch.compiler.disable(_check_loss) if "torch._dynamo" in sys.modules else _check_loss
-        check(name, model, arguments, ours.group.size() > 1)
+        check: Any = torch.compiler.disable(_check_callers) if "torch._dynamo" in sys.modules else _check_callers
+        check(name, model, arguments)
     if counting == "other" and notes.counted is not None:
         raise UnsupportedError(f"{label} numbers positions by its padding mask; pass position_ids to shard_batch")
     recurrent_layers.enter_model(model, notes)
@@ -264,32 +288,26 @@ def _check_rows(label: str, notes: BatchNotes, arguments: dict[str, Any]) -> Non
         )
 
 
-def _check_call(
-    name: str, is_causal: bool, problem: str | None, has_attention: bool, model: Any, args: Any, kwargs: Any
-) -> None:
+def _check_call(name: str, is_causal: bool, has_attention: bool, model: Any, args: Any, kwargs: Any) -> None:
     """Reject a batch that a switched model would take wrongly, while its attention is ``name``."""
     if not _is_active(name, has_attention, model) or group_of(name).size() == 1:
         return
-    if is_compiling() and problem is not None and kwargs.get("labels") is not None:
-        raise UnsupportedError(_NO_LABELS.format(name=name, problem=problem))
     if not is_causal:
         label = f"{name}: {type(model).__name__}"
         _check_bidirectional(label, kwargs.get("position_ids"), group_of(name))
 
 
-def _check_loss(name: str, model: Any, arguments: dict[str, Any], is_sharded: bool) -> None:
-    """Reject labels for a model whose losses of shards do not add up, and modules around it that add to its loss."""
+def _check_callers(name: str, model: Any, arguments: dict[str, Any]) -> None:
+    """Reject labels for modules around a model that may add to its loss, unless hooks of theirs watch the loss."""
     around = list(model_parts.callers(model))
     if all(names.get("labels") is None for names in (arguments, *(names for _, names in around))):
         return
-    kind = importlib.import_module("transformers").PreTrainedModel
-    for module, names in [(model, arguments)] * (arguments.get("labels") is not None) + around:
-        if isinstance(module, kind):
-            problem = model_parts.wrong_loss(module, names, is_sharded)
-        else:
-            problem = losses.further_term(module, names) if is_sharded else None
-        if problem is not None:
-            raise UnsupportedError(_NO_LABELS.format(name=name, problem=problem))
+    watching = set(map(id, losses.owners([model, *(module for module, _ in around)])))
+    for module, _ in reversed(around):
+        if id(module) in watching:
+            return
+        if problem := losses.wrong_caller(module):
+            raise UnsupportedError(losses.NO_LABELS.format(label=name, problem=problem))
 
 
 def _check_bidirectional(label: str, position_ids: Any, group: ProcessGroup) -> None:
