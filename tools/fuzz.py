@@ -54,12 +54,12 @@ class Domain:
     check: Callable[[Any, Any], None]
 
 
-def _on_ranks(function: Callable[..., str]) -> Callable[[Any, Any], None]:
+def _on_ranks(function: Callable[..., str], seconds: float = SECONDS) -> Callable[[Any, Any], None]:
     """The check of a function that every rank calls, and which says what came of it."""
 
     def check(pool: Pool, case: tuple[Any, Any]) -> None:
         world, drawn = case
-        outcomes = pool.run(function, drawn, world=world, timeout=SECONDS)
+        outcomes = pool.run(function, drawn, world=world, timeout=seconds)
         assume("mixed" not in outcomes)
         problem = verdict(outcomes)
         assert not problem, problem
@@ -159,7 +159,8 @@ DOMAINS = {
     "reshardings": Domain(200, fuzz_reshard.reshardings(WORLDS), _on_ranks(fuzz_reshard.run_resharding)),
     "sums": Domain(40, fuzz_sums.sums(WORLDS, JUNK), _on_ranks(fuzz_sums.run_sum)),
     "attention": Domain(150, fuzz_attention.attentions(WORLDS, JUNK), _on_ranks(fuzz_attention.run_attention)),
-    "batches": Domain(16, fuzz_batches.batches(), _on_ranks(fuzz_batches.run_batch)),
+    # The first case of a rank imports transformers.
+    "batches": Domain(16, fuzz_batches.batches(), _on_ranks(fuzz_batches.run_batch, 90)),
     "experts": Domain(80, fuzz_experts.routings(RANKS), _on_ranks(fuzz_experts.run_routing)),
     "stages": Domain(150, fuzz_stages.stage_steps(WORLDS, JUNK), _on_ranks(fuzz_stages.run_stages)),
     "hops": Domain(150, fuzz_states.hops(WORLDS), _on_ranks(fuzz_states.run_hop)),

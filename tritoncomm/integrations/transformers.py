@@ -191,8 +191,12 @@ def _hook_loss(module: Any, name: str, has_attention: bool) -> None:
     kind = importlib.import_module("transformers").PreTrainedModel
     paths = tuple(path for path, part in module.named_modules() if isinstance(part, kind))
     is_plain = losses.is_plain(module)
-    module.register_forward_pre_hook(partial(_watch, name, has_attention, paths, is_plain))
-    module.register_forward_hook(partial(_check_loss, name, paths, is_plain), with_kwargs=True, always_call=True)
+    begin: Any = partial(_watch, name, has_attention, paths, is_plain)
+    leave: Any = partial(_check_loss, name, paths, is_plain)
+    if recurrent_layers.is_bound(module, name):  # the graph breaks around its forward already
+        begin, leave = _Untraced(begin), _Untraced(leave)
+    module.register_forward_pre_hook(begin)
+    module.register_forward_hook(leave, with_kwargs=True, always_call=True)
 
 
 def _watch(name: str, has_attention: bool, paths: tuple[str, ...], is_plain: bool, module: Any, _: Any) -> None:
