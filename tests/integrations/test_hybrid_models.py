@@ -1,6 +1,7 @@
 """Models with recurrent layers over sequence shards: logits and gradients of one process, padded and packed, too."""
 
 import copy
+import gc
 import importlib.util
 import inspect
 import io
@@ -8,6 +9,7 @@ import random
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -908,3 +910,63 @@ def test_dropout_by_rank(group: ProcessGroup) -> None:
         assert equal_share(torch.get_rng_state()) == 1.0
     finally:
         ours.unregister()
+
+
+def hooks_of(model: Any) -> list[int]:
+    """Numbers of hooks of all modules."""
+    return [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_switches_leave_no_hooks(group: ProcessGroup, name: str) -> None:
+    """As a model has that generates while it trains; a copy has hooks of its own, which only its switch removes."""
+    from tiny_models import tiny  # imports transformers
+
+    model: Any = tiny(name)
+    batch = {"input_ids": torch.randint(3, 90, (1, 16), generator=torch.Generator().manual_seed(1))}
+    registered, other = ours.register(group), ours.register(group, name="other")
+    try:
+        ours.switch(model, registered)
+        once, wanted = hooks_of(model), model(**ours.shard_batch(batch, group)).logits
+        for _ in range(20):
+            ours.switch(model, "sdpa")
+            ours.switch(model, other)
+            ours.switch(model, registered)
+        assert hooks_of(model) == once
+        buffer = io.BytesIO()
+        torch.save(copy.deepcopy(model), buffer)
+        copied = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+        assert hooks_of(copied) == once
+        ours.switch(copied, "sdpa")
+        assert hooks_of(model) == once
+        assert sum(hooks_of(copied)) < sum(once)
+        assert torch.equal(model(**ours.shard_batch(batch, group)).logits, wanted)
+        ours.switch(copied, registered)
+        ours.switch(model, "sdpa")
+        assert hooks_of(copied) == once
+        assert torch.equal(copied(**ours.shard_batch(batch, group)).logits, wanted)
+    finally:
+        ours.unregister()
+
+
+@pytest.mark.ranks(1)
+def test_functions_of_layers_go_with_their_registration(group: ProcessGroup) -> None:
+    """They refer to the group, which torch's destroy_process_group frees."""
+    from tiny_models import tiny  # imports transformers
+
+    model: Any = tiny("qwen3_next")
+    batch = {"input_ids": torch.arange(3, 19)[None]}
+    made = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    reference = weakref.ref(made)
+    try:
+        ours.switch(model, ours.register(made))
+        model(**ours.shard_batch(batch, made))
+        assert recurrent_layers._functions
+    finally:
+        ours.unregister()
+    assert not recurrent_layers._functions
+    dist.destroy_process_group(made)
+    del made
+    gc.collect()
+    assert reference() is None

@@ -102,6 +102,7 @@ class _Running(threading.local):
 
 _running = _Running()
 _groups: dict[str, ProcessGroup] = {}  # by the name in ``register``
+_functions: dict[str, dict[Any, Callable[..., Any]]] = {}  # over shards, by that name and the original; gone with it
 _bound: dict[tuple[str, str], tuple[Any, Any]] = {}  # (original, ours) of (module, function)
 _users: dict[tuple[str, str], set[str]] = {}  # names in ``register`` of the models that need it
 
@@ -270,6 +271,7 @@ def restore(names: Iterable[str]) -> None:
     """Take our functions out of the modules, but for those that other names of ``register`` need."""
     for name in names:
         _groups.pop(name, None)
+        _functions.pop(name, None)
     for key, users in list(_users.items()):
         users.difference_update(names)
         if users:
@@ -294,17 +296,18 @@ def _over_shards(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         layer.calls += 1
         # Models hand all keywords down, as position_ids; boundaries of documents would be those of a shard.
         kwargs = {key: x for key, x in kwargs.items() if key in parameters or not isinstance(x, Tensor)}
-        make = _function.__wrapped__ if is_compiling() else _function
-        return make(name, original, layer.group, boundaries)(*args, documents=layer.notes.documents, **kwargs)
+        functions = {} if is_compiling() else _functions.setdefault(getattr(layer.module, _NAME), {})
+        if original not in functions:  # reading its signature takes as long as a small exchange
+            functions[original] = _function(name, original, layer.group, boundaries)
+        return functions[original](*args, documents=layer.notes.documents, **kwargs)
 
     return over_shards
 
 
-@lru_cache(maxsize=256)
 def _function(
     name: str, original: Callable[..., Any], group: ProcessGroup, boundaries: Literal["cu_seqlens", "seq_idx"] | None
 ) -> Callable[..., Any]:
-    """Return ``original`` over the shards of a group, made once."""
+    """Return ``original`` over the shards of a group."""
     if name == _CONVOLUTION:
         # Most models name no argument, some all but the first.
         return lambda hidden_states, weight, *args, **kwargs: conv_halo(original, group)(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 
 from tritoncomm import ulysses
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
@@ -39,7 +40,7 @@ _TAKEN = frozenset(
     + ["sliding_window", "use_cache"]
 )
 _NOT_IN_A_NAME = ("flash", "/", "|")  # transformers takes such names for implementations of its own or of a hub
-_HOOKED = "tritoncomm_hooked"  # attribute of models that `switch` got, and of their copies
+_HOOKS = "tritoncomm_hooks"  # attribute of a model that `switch` got: handles, which its copies have of their own
 _registered: "dict[str, _Implementation]" = {}
 
 
@@ -123,6 +124,8 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
         if unknown is not None:
             warnings.warn(f"switch: {type(model).__name__}: {unknown}: runs unverified over shards", stacklevel=2)
     outer = model_parts.outermost(model.modules()) or model
+    for handle in vars(outer).pop(_HOOKS, ()):
+        handle.remove()
     recurrent_layers.release(outer)
     rotary_tables.release(outer)
     if ours is None:
@@ -131,9 +134,11 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
     recurrent_layers.bind(outer, name, ours.group)
     if is_sharded:
         rotary_tables.bind(model_parts.language_parts(outer), name)
-    _hook(outer, name, has_attention)
+    handles: list[RemovableHandle] = []
+    setattr(outer, _HOOKS, handles)  # the next switch removes them, also those of one that was interrupted
+    handles.extend(_hook(outer, name, has_attention))
     for module in (model,) if model is outer else (model, outer):
-        _hook_loss(module, name, has_attention)
+        handles.extend(_hook_loss(module, name, has_attention))
 
 
 @contextmanager
@@ -165,12 +170,12 @@ def _attention(model: Any, name: str, has_attention: bool) -> Iterator[None]:
         raise
 
 
-def _hook(outer: Any, name: str, has_attention: bool) -> None:
+def _hook(outer: Any, name: str, has_attention: bool) -> Iterator[RemovableHandle]:
     """Check every batch of a model where it comes in: in its forward, or in that of a model inside of it."""
     parts = model_parts.language_parts(outer)
     is_causal = all(getattr(module, "is_causal", True) for module in parts)
     check = partial(_check_call, name, is_causal, has_attention)
-    outer.register_forward_pre_hook(check, with_kwargs=True)
+    yield outer.register_forward_pre_hook(check, with_kwargs=True)
     kind = importlib.import_module("transformers").PreTrainedModel
     begin = partial(_begin, name, has_attention, model_parts.counts_unpadded(outer))
     leave = recurrent_layers.leave_model
@@ -179,14 +184,13 @@ def _hook(outer: Any, name: str, has_attention: bool) -> None:
         begin, leave = _Untraced(begin), _Untraced(leave)
     for module in parts:
         if isinstance(module, kind):
-            module.register_forward_pre_hook(begin, with_kwargs=True)
-            module.register_forward_hook(leave, always_call=True)
-    setattr(outer, _HOOKED, True)
+            yield module.register_forward_pre_hook(begin, with_kwargs=True)
+            yield module.register_forward_hook(leave, always_call=True)
     for tower in model_parts.towers(outer):
-        tower.register_forward_pre_hook(partial(_refuse_tower, name))
+        yield tower.register_forward_pre_hook(partial(_refuse_tower, name))
 
 
-def _hook_loss(module: Any, name: str, has_attention: bool) -> None:
+def _hook_loss(module: Any, name: str, has_attention: bool) -> Iterator[RemovableHandle]:
     """Watch the loss of a model where ``switch`` got it: in the model itself, or in a module around it."""
     kind = importlib.import_module("transformers").PreTrainedModel
     paths = tuple(path for path, part in module.named_modules() if isinstance(part, kind))
@@ -195,8 +199,8 @@ def _hook_loss(module: Any, name: str, has_attention: bool) -> None:
     leave: Any = partial(_check_loss, name, paths, is_plain)
     if recurrent_layers.is_bound(module, name):  # the graph breaks around its forward already
         begin, leave = _Untraced(begin), _Untraced(leave)
-    module.register_forward_pre_hook(begin)
-    module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+    yield module.register_forward_pre_hook(begin)
+    yield module.register_forward_hook(leave, with_kwargs=True, always_call=True)
 
 
 def _watch(name: str, has_attention: bool, paths: tuple[str, ...], is_plain: bool, module: Any, _: Any) -> None:
@@ -559,7 +563,7 @@ class _Implementation:
                 problem is None
                 and sharded
                 and model_parts.counts_unpadded(model) is not None
-                and not hasattr(model, _HOOKED)
+                and not hasattr(model, _HOOKS)
             ):
                 problem = "it numbers positions by its padding mask; give the model to switch()"
         if problem is not None:
