@@ -168,7 +168,7 @@ def _put(model: nn.Module, value: Any) -> None:
     # A loss function that is a module stays where `nn.Module` keeps it, behind the attribute.
     if value is not None:
         object.__setattr__(model, name, value)
-    elif name in model._modules:
+    elif any(child == name for child, _ in model.named_children()):
         object.__delattr__(model, name)
     else:
         delattr(model, name)  # torch.compile follows this
