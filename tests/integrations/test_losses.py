@@ -507,27 +507,29 @@ def test_an_interrupt_keeps_no_loss_function(group: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_compiled_models(group: ProcessGroup) -> None:
+@pytest.mark.parametrize(
+    ("case", "words"), [("llama", ""), pytest.param("in place", "InPlace changes its loss", marks=pytest.mark.slow)]
+)
+def test_compiled_models(group: ProcessGroup, case: str, words: str) -> None:
     """The watch is traced, without a break of the graph for classes of packages; of others the loss is looked at."""
     kinds = {name: kind for name, (kind, _) in classes().items()}
     ids, name = ids_of(group), ours.register(group)
     try:
-        for case, words in (("llama", ""), ("in place", "InPlace changes its loss")):
-            torch.compiler.reset()
-            model = made(kinds.get(case, library().LlamaForCausalLM))
-            wanted = model(input_ids=ids, labels=ids, use_cache=False).loss.detach()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                ours.switch(model, name, unverified=True)
-            compiled: Any = torch.compile(model, backend="eager", fullgraph=case == "llama")
-            batch = ours.shard_batch({"input_ids": ids, "labels": ids}, group)
-            for _ in range(2):
-                if words:
-                    with pytest.raises(UnsupportedError, match=f"{words}.*Leave labels out"):
-                        compiled(**batch)
-                    continue
-                loss = compiled(**batch).loss.detach()
-                dist.all_reduce(loss, group=group)
-                assert abs(loss - wanted) < 1e-5 * wanted
+        torch.compiler.reset()
+        model = made(kinds.get(case, library().LlamaForCausalLM))
+        wanted = model(input_ids=ids, labels=ids, use_cache=False).loss.detach()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ours.switch(model, name, unverified=True)
+        compiled: Any = torch.compile(model, backend="eager", fullgraph=case == "llama")
+        batch = ours.shard_batch({"input_ids": ids, "labels": ids}, group)
+        for _ in range(2):
+            if words:
+                with pytest.raises(UnsupportedError, match=f"{words}.*Leave labels out"):
+                    compiled(**batch)
+                continue
+            loss = compiled(**batch).loss.detach()
+            dist.all_reduce(loss, group=group)
+            assert abs(loss - wanted) < 1e-5 * wanted
     finally:
         ours.unregister()
