@@ -285,7 +285,10 @@ def _is_replaced(owner: nn.Module) -> bool:
     model: Any = outermost(owner.modules())
     name = getattr(inspect.unwrap(model.forward), "__qualname__", "")
     is_of_class = name in {f"{kind.__qualname__}.forward" for kind in type(model).__mro__}
-    return not is_of_class and any("CausalLM" in output or "LMHead" in output for output in outputs_of(model))
+    # One on the model may bear the name of the class's, as TRL's does, and so do wrappers for mixed precision.
+    is_on_model = "forward" in vars(model) and "self.loss_function(" in _source(_forward(type(model)))
+    is_language_model = any("CausalLM" in output or "LMHead" in output for output in outputs_of(model))
+    return (is_on_model or not is_of_class) and is_language_model
 
 
 def _around(owner: nn.Module) -> Iterator[nn.Module]:
