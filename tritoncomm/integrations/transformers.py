@@ -213,7 +213,7 @@ def _watch(name: str, has_attention: bool, paths: tuple[str, ...], is_plain: boo
 def _check_loss(name: str, paths: tuple[str, ...], is_plain: bool, module: Any, _: Any, kwargs: Any, out: Any) -> None:
     """Reject a loss of which nobody knows that shards add up to it."""
     calls = losses.end([module.get_submodule(path) for path in paths], module)
-    if calls is None or name not in _registered:
+    if calls is None or out is None or name not in _registered:
         return
     is_sharded = _registered[name].group.size() > 1
     if is_sharded or noted(kwargs.get("position_ids"), name) is not None:  # else one rank has all, of whatever batch
