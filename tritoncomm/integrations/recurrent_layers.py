@@ -231,7 +231,8 @@ def is_running(module: nn.Module) -> bool:
         code = frame.f_code
         if code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
             return True
-        if code.co_filename.endswith("_dynamo/eval_frame.py"):
+        # The frame of torch.compile, not that of torch.compiler.disable, which every checkpoint has.
+        if code.co_name == "compile_wrapper" and code.co_filename.endswith("_dynamo/eval_frame.py"):
             return True
         frame = frame.f_back
     return False
