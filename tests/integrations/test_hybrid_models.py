@@ -970,3 +970,9 @@ def test_functions_of_layers_go_with_their_registration(group: ProcessGroup) -> 
     del made
     gc.collect()
     assert reference() is None
+
+
+def test_a_checkpoint_is_no_compiled_call() -> None:
+    """Each has a frame of torch.compiler.disable, below which no call of a module is taken for running."""
+    module = nn.Linear(1, 1)
+    assert not torch.compiler.disable(recurrent_layers.is_running)(module)
