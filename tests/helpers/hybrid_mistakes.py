@@ -83,8 +83,8 @@ MISTAKES = {
 @contextmanager
 def make(name: str) -> Iterator[None]:
     """Make a mistake; with functions over shards that are made anew."""
-    recurrent_layers._function.cache_clear()
+    recurrent_layers._functions.clear()
     try:
         yield from MISTAKES[name].make()
     finally:
-        recurrent_layers._function.cache_clear()
+        recurrent_layers._functions.clear()
