@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 import tritoncomm
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
-from tritoncomm.integrations import model_parts, recurrent_layers
+from tritoncomm.integrations import model_parts, recurrent_layers, switching
 from tritoncomm.integrations import transformers as ours
 from tritoncomm.integrations.sequence_batch import IGNORED
 
@@ -962,10 +962,10 @@ def test_functions_of_layers_go_with_their_registration(group: ProcessGroup) -> 
     try:
         ours.switch(model, ours.register(made))
         model(**ours.shard_batch(batch, made))
-        assert recurrent_layers._functions
+        assert switching.registered["tritoncomm_ulysses"].functions
     finally:
         ours.unregister()
-    assert not recurrent_layers._functions
+    assert not switching.registered
     dist.destroy_process_group(made)
     del made
     gc.collect()

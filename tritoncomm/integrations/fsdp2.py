@@ -6,7 +6,7 @@ arithmetic, and where an exact fp32 reduce-scatter is the better choice.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import wraps
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from tritoncomm.core import backend
 from tritoncomm.core.node_exchange import Levels
 from tritoncomm.core.wire_sum import checked_wire
 from tritoncomm.errors import ArgumentError, UnsupportedError
+from tritoncomm.integrations.changes import Changes
 from tritoncomm.parsing import counted, dtype_name
 
 __all__ = ["Report", "restore", "use"]
@@ -66,27 +67,40 @@ class _Options(NamedTuple):
 
 
 class _ReduceScatter:
-    """FSDP2's ``ReduceScatter`` over a 16-bit wire.
+    """FSDP2's ``ReduceScatter`` over a 16-bit wire, put into a parameter group.
 
     Attributes:
-        before: the one that it replaces.
-        of: parameter group whose gradients it sums.
+        changes: of the parameter group.
+        options: of the last ``use``.
         is_accumulated: a backward since the last call has added to gradients in fp32 without reducing them.
     """
 
-    def __init__(self, before: Any, of: Any, options: _Options) -> None:
-        self.before, self.of, self.options, self.is_accumulated = before, of, options, False
+    def __init__(self, group: Any, options: _Options) -> None:
+        self.changes, self.options, self.is_accumulated = Changes(), options, False
+        self._group, self._before, self._post_backward = group, group._reduce_scatter_comm, group.post_backward
+        with self.changes:
+            self.changes.set_attribute(group, "_reduce_scatter_comm", self)
+            # TODO: delete when FSDP2 tells its ReduceScatter the dtype of the gradients in the buffer.
+            self.changes.set_attribute(group, "post_backward", self.post_backward)
+
+    def post_backward(self, *unused: Any) -> None:
+        """Run FSDP2's, and note a backward that leaves gradients in fp32 instead of reducing them."""
+        # Every rank comes through here in every backward, whether its parameters had gradients or not, so all ranks
+        # decide alike. Values would not do: one rank's accumulated gradients may happen to be exact in 16 bits.
+        self.is_accumulated = self.is_accumulated or not self._group.reduce_grads
+        self._post_backward(*unused)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a buffer as before."""
-        return self.before.allocate(size, dtype=dtype, device=device)
+        return self._before.allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
         wire, wire_between, exchange, round_accumulated = self.options
         is_accumulated, self.is_accumulated = self.is_accumulated, False
-        computed = self.of.mp_policy.param_dtype or self.of._orig_dtype  # may have changed: FSDP2 looks at it late, too
+        # May have changed: FSDP2 looks at it late, too.
+        computed = self._group.mp_policy.param_dtype or self._group._orig_dtype
         if computed is not wire or (is_accumulated and not round_accumulated):
             return self._sum_before(output_tensor, input_tensor, group, op, async_op)
         op, scale = _op_and_scale(op)
@@ -102,8 +116,8 @@ class _ReduceScatter:
         """Sum by the reduce-scatter that was there before; scale by a kernel where the backend has no PREMUL_SUM."""
         name, scale = backend.backend_name(group, input_tensor), _op_and_scale(op)[1]
         if scale is None or backend.is_nccl(name):
-            return self.before(output_tensor, input_tensor, group, op, async_op)
-        return self.before(output_tensor, input_tensor.mul_(scale), group, ReduceOp.SUM, async_op)
+            return self._before(output_tensor, input_tensor, group, op, async_op)
+        return self._before(output_tensor, input_tensor.mul_(scale), group, ReduceOp.SUM, async_op)
 
 
 def _op_and_scale(op: Any) -> tuple[Any, float | None]:
@@ -151,14 +165,13 @@ def use(
         raise ArgumentError(f"{name}: no FSDP2 module has parameters of its own; call fully_shard first")
     for label, _, group in found:
         _check(label, group, options, name)
-    for _, module, group in found:
-        comm = group._reduce_scatter_comm
-        if isinstance(comm, _ReduceScatter):
-            comm.options = options
-            continue
-        ours: Any = _ReduceScatter(comm, group, options)
-        module.set_custom_reduce_scatter(ours)
-        _watch(group, ours)
+    with Changes() as changes:
+        for _, _, group in found:
+            comm = group._reduce_scatter_comm
+            if isinstance(comm, _ReduceScatter):
+                changes.set_attribute(comm, "options", options)
+            else:
+                changes.add(_ReduceScatter(group, options).changes.undo)
     grouped = [module for _, module, _ in found]
     paths = tuple(path or "model" for path, module in model.named_modules() if module in grouped)
     replicates = any(group.mesh_info.replicate_mesh_dim is not None for _, _, group in found)
@@ -167,12 +180,22 @@ def use(
 
 
 def restore(model: nn.Module) -> None:
-    """Give every FSDP module of ``model`` the reduce-scatter that it had before ``use``; without one, do nothing."""
-    for _, module, group in _parameter_groups(model, "fsdp2.restore"):
-        comm = group._reduce_scatter_comm
+    """Give every FSDP module of ``model`` the reduce-scatter that it had before ``use``; without one, do nothing.
+
+    One that somebody else has put there since stays.
+    """
+    changes = Changes()
+    for _, _, group in _parameter_groups(model, "fsdp2.restore"):
+        changes.add(partial(_restore, group))
+    changes.undo()
+
+
+def _restore(group: Any) -> None:
+    """Take ours out of a parameter group."""
+    watching = getattr(vars(group).get("post_backward"), "__self__", None)  # also where somebody has replaced the sum
+    for comm in (group._reduce_scatter_comm, watching):
         if isinstance(comm, _ReduceScatter):
-            module.set_custom_reduce_scatter(comm.before)
-            del group.post_backward
+            comm.changes.undo()
 
 
 # TODO: parameter groups are private in torch 2.11 to 2.13, and nothing public says what a policy or a comm is.
@@ -205,18 +228,3 @@ def _check(label: str, group: Any, options: _Options, name: str) -> None:
             f"MixedPrecisionPolicy(param_dtype={options.wire}, reduce_dtype=torch.float32)"
         )
     checked_wire((options.wire, options.wire_between, options.exchange), group._reduce_scatter_process_group, name)
-
-
-def _watch(group: Any, comm: _ReduceScatter) -> None:
-    """Tell ``comm`` of every backward that leaves gradients in fp32 instead of reducing them."""
-    post_backward = group.post_backward
-
-    # Every rank comes through here in every backward, whether its parameters had gradients or not, so all ranks decide
-    # alike. Values would not do: one rank's accumulated gradients may happen to be exact in 16 bits.
-    # TODO: delete when FSDP2 tells its ReduceScatter the dtype of the gradients in the buffer (torch 2.13 does not).
-    @wraps(post_backward)
-    def call(*unused: Any) -> None:
-        comm.is_accumulated = comm.is_accumulated or not group.reduce_grads
-        post_backward(*unused)
-
-    group.post_backward = call

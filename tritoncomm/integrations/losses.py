@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.integrations.model_parts import outermost, outputs_of
 
-__all__ = ["NO_LABELS", "LossCall", "check", "end", "is_plain", "owners", "traced", "watch", "wrong_caller"]
+__all__ = ["NO_LABELS", "LossCall", "check", "end", "forget", "is_plain", "owners", "traced", "watch", "wrong_caller"]
 
 _ARGUMENTS = ("shift_labels", "num_items_in_batch")
 NO_LABELS = (
@@ -124,6 +124,16 @@ def end(models: Iterable[nn.Module], owner: nn.Module) -> "list[LossCall] | None
             calls = [*(calls or ()), *watched.calls]
             _put(model, watched.before)
     return calls
+
+
+def forget(modules: Iterable[nn.Module]) -> None:
+    """Put back the loss functions that an interrupt kept ``end`` from putting back."""
+    for module in modules:
+        before = current = vars(module).get(_attribute(module))
+        while isinstance(before, _WatchedLoss):
+            before = before.before
+        if before is not current:
+            _put(module, before)
 
 
 def check(

@@ -21,7 +21,8 @@ from tritoncomm.integrations import rotary_tables
 
 __all__ = [
     "PROMPTS", "ROUTER_LOSS", "called", "callers", "counts_unpadded", "has_attention", "language_parts",
-    "learns_prompts", "outermost", "outputs_of", "towers", "unknown_part", "wrong_attention", "wrong_part",
+    "learns_prompts", "needs_switch", "outermost", "outputs_of", "towers", "unknown_part", "wrong_attention",
+    "wrong_part",
 ]  # fmt: skip
 
 _ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
@@ -310,6 +311,15 @@ def callers(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
                 keywords = names.get("kwargs")
                 yield module, {**names, **(keywords if isinstance(keywords, Mapping) else {})}
         frame = frame.f_back
+
+
+def needs_switch(model: nn.Module) -> str | None:
+    """Return the reason why a model needs the hooks of ``switch`` over shards, or None."""
+    if rotary_tables.by_largest(language_parts(model)):
+        return "its rotary tables are chosen by the largest position; give the model to switch()"
+    if counts_unpadded(model) is not None:
+        return "it numbers positions by its padding mask; give the model to switch()"
+    return None
 
 
 def has_attention(model: nn.Module) -> bool:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
+from tritoncomm.integrations.changes import Changes
+
 __all__ = ["Rebinding"]
 
 
@@ -25,9 +27,9 @@ class Rebinding:
         # Replacements by the id of the original, and the newest original by the id of the replacement.
         self._replacements: dict[int, Any] = {}
         self._originals: dict[int, Any] = {}
-        # Names, as (id of the module, name), that held a replacement already, and the original of each bound name.
+        # Names, as (id of the module, name), that held a replacement already.
         self._imported: set[tuple[int, str]] = set()
-        self._replaced: dict[tuple[int, str], tuple[ModuleType, Any]] = {}
+        self._changes = Changes()
 
     def extend(self, swaps: Sequence[tuple[Any, Any]]) -> None:
         """Add (original, replacement) pairs; an original that was added before keeps its replacement."""
@@ -48,9 +50,9 @@ class Rebinding:
     def names(self) -> set[tuple[str, str]]:
         """(module, name) of every name that ``apply`` has bound and that still refers to a replacement."""
         return {
-            (module.__name__, name)
-            for (_, name), (module, _) in self._replaced.items()
-            if id(vars(module).get(name)) in self._originals
+            (change.holder.__name__, change.name)
+            for change in self._changes.values()
+            if id(vars(change.holder).get(change.name)) in self._originals
         }
 
     def _bound(self, ids: Container[int]) -> Iterator[tuple[ModuleType, str, Any]]:
@@ -64,44 +66,40 @@ class Rebinding:
 
     def rebound(self) -> list[tuple[str, str, Any]]:
         """Return (module, name, value) of every name that ``apply`` has bound and that holds another object now."""
-        found = []
-        for (_, name), (module, original) in self._replaced.items():
-            value = vars(module).get(name)
-            if value is not original and id(value) not in self._originals:
-                found.append((module.__name__, name, value))
-        return found
+        values = [
+            (change.holder.__name__, change.name, vars(change.holder).get(change.name))
+            for change in self._changes.values()
+        ]
+        return [value for value in values if id(value[2]) not in self._originals.keys() | self._replacements.keys()]
 
     def apply(self) -> None:
         """Bind every name to its replacement, or none, where a module refuses to set a name."""
-        done: list[tuple[ModuleType, str, Any]] = []
-        try:
+        with Changes() as changes:
             for module, name, original in self._bound(self._replacements):
-                setattr(module, name, self._replacements[id(original)])
-                done.append((module, name, original))
-        except BaseException:
-            for module, name, original in done:
-                setattr(module, name, original)
-            raise
-        self._replaced |= {(id(module), name): (module, original) for module, name, original in done}
+                changes.set_attribute(module, name, self._replacements[id(original)])
+        self._changes.extend(changes)
 
     def undo(self) -> Callable[[], None]:
-        """Bind every name to the original again, in modules imported since ``apply`` too; return the exact redo."""
-        replaced, undone = self._replaced, []
-        # A name gets the object that ``apply`` found there, and a name that was imported since gets the newest
-        # original. A name that was rebound to a third object in between is left alone.
-        for module, name, replacement in self._bound(self._originals):
-            if (id(module), name) not in self._imported:
-                _, original = replaced.get((id(module), name), (module, None))
-                if self._replacements.get(id(original)) is not replacement:
-                    original = self._originals[id(replacement)]
-                setattr(module, name, original)
-                undone.append((module, name, replacement))
-        self._replaced = {}
+        """Bind every name to the original again, in modules imported since ``apply`` too; return the exact redo.
+
+        All names or none, where a module refuses to set a name.
+        """
+        undone = [bound for bound in self._bound(self._originals) if (id(bound[0]), bound[1]) not in self._imported]
 
         def redo() -> None:
             """Bind again exactly the names that were undone."""
-            self._replaced = replaced
             for module, name, replacement in undone:
-                setattr(module, name, replacement)
+                if vars(module).get(name) is not replacement:
+                    self._changes.set_attribute(module, name, replacement)
 
+        # A name gets the object that ``apply`` found there, and a name that was imported since gets the newest
+        # original. A name that was rebound to a third object in between is left alone.
+        try:
+            self._changes.undo()
+            for module, name, replacement in undone:
+                if vars(module).get(name) is replacement:
+                    setattr(module, name, self._originals[id(replacement)])
+        except BaseException:
+            redo()
+            raise
         return redo

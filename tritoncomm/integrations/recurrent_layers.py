@@ -1,28 +1,30 @@
 """Recurrent layers of transformers over shards of the sequence, by the functions of their modules that mix positions.
 
-Such a layer calls a causal convolution of its module, and most of them one of four recurrences. Inside of the forward
-of a layer of a model that ``bind`` got, and nowhere else, these functions compute over the shards of all ranks. No
-forward is written again, and there is no list of models.
+Such a layer calls a causal convolution of its module, and most of them one of four recurrences. Between ``enter_layer``
+and ``exit_layer``, and nowhere else, these functions compute over the shards of all ranks. No forward is written
+again, and there is no list of models.
 """
 
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache, wraps
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import lru_cache, partial, wraps
 from typing import Any, Literal, NamedTuple
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
+from tritoncomm.integrations import changes
 from tritoncomm.integrations.batch_notes import BatchNotes, noted
 from tritoncomm.recurrent import Exchanged, Gathered, Role, Sliced, by_heads, conv_halo
 
 __all__ = [
-    "bind", "documents", "enter_model", "functions_of", "is_bound", "is_inside", "is_running", "keywords",
-    "leave_model", "parameters_of", "recurrent_layers", "release", "restore", "unknown_of",
+    "Functions", "documents", "enter_layer", "enter_model", "exit_layer", "exit_model", "functions_of", "is_inside",
+    "is_running", "keywords", "parameters_of", "recurrent_layers", "restore", "unknown_of",
 ]  # fmt: skip
 
 
@@ -60,7 +62,6 @@ _STEPS = (
 )  # fmt: skip
 _CACHES = ("cache", "cache_params", "past_key_values")  # names of one argument in 5.24, and in releases before
 _MASK = "create_recurrent_attention_mask"
-_NAME = "tritoncomm_registered"  # attribute of a layer that computes over shards: the name in ``register``
 
 
 class _Forward(NamedTuple):
@@ -83,13 +84,23 @@ class _Layer:
     Attributes:
         module: the layer.
         group: the ranks over which it computes.
+        functions: over their shards, by the original, for all layers of the group.
         notes: of its batch.
-        calls: of functions of the table by the layer.
         outer: forward of another layer that this one runs in.
+        calls: of functions of the table by the layer.
+        is_exchanged: whether one of them runs, which may call another one of ours.
     """
 
-    def __init__(self, module: nn.Module, group: ProcessGroup, notes: BatchNotes, outer: "_Layer | None") -> None:
-        self.module, self.group, self.notes, self.outer, self.calls = module, group, notes, outer, 0
+    def __init__(
+        self,
+        module: nn.Module,
+        group: ProcessGroup,
+        functions: dict[Any, Callable[..., Any]],
+        notes: BatchNotes,
+        outer: "_Layer | None",
+    ) -> None:
+        self.module, self.group, self.functions, self.notes, self.outer = module, group, functions, notes, outer
+        self.calls, self.is_exchanged = 0, False
 
 
 class _Running(threading.local):
@@ -101,10 +112,8 @@ class _Running(threading.local):
 
 
 _running = _Running()
-_groups: dict[str, ProcessGroup] = {}  # by the name in ``register``
-_functions: dict[str, dict[Any, Callable[..., Any]]] = {}  # over shards, by that name and the original; gone with it
-_bound: dict[tuple[str, str], tuple[Any, Any]] = {}  # (original, ours) of (module, function)
-_users: dict[tuple[str, str], set[str]] = {}  # names in ``register`` of the models that need it
+_owners: "WeakSet[Functions]" = WeakSet()
+_enter = _leave = leave_model = changes.outdated  # names in models that were saved
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
@@ -144,44 +153,44 @@ def _is_replaced(function: Any) -> bool:
     return inner is not None and code is not None and code.co_filename.endswith("hub_kernels.py")
 
 
-def bind(model: nn.Module, name: str, group: ProcessGroup) -> None:
-    """Let the recurrent layers of a model compute over the shards of a group, under a name of ``register``."""
-    layers = recurrent_layers(model)
-    if not layers:
-        return
-    _groups[name] = group
-    for module in sorted({base.__module__ for part in model.modules() for base in type(part).__mro__}):
-        names = vars(sys.modules[module]) if module.startswith("transformers.models.") else {}
-        for function in (*_NAMES, *_FUSED, _MASK):
-            if function not in names:
-                continue
-            key = module, function
-            if key not in _bound or names[function] is not _bound[key][1]:
+class Functions:
+    """Owner of our functions in the modules of a model. A copy of the model has another owner of the same functions.
+
+    Attributes:
+        name: in ``register``.
+        is_released: whether the modules have functions of their own again, unless there are other owners.
+    """
+
+    def __init__(self, name: str, functions: Iterable[tuple[str, str]], is_released: bool = False) -> None:
+        self.name, self.is_released, self._functions = name, is_released, tuple(functions)
+        _owners.add(self)
+        try:
+            for module, function in () if is_released else self._functions:
                 make = _mask_of_layers if function == _MASK else _over_shards
-                _bound[key] = names[function], make(function, names[function])
-                setattr(sys.modules[module], function, _bound[key][1])
-            _users.setdefault(key, set()).add(name)
-    for layer in layers:
-        if not hasattr(layer, _NAME):  # its hooks stay, and do nothing after ``release``
-            layer.register_forward_pre_hook(_enter, with_kwargs=True)
-            # Also if the forward raises, or is stopped by a checkpoint that has recomputed enough.
-            layer.register_forward_hook(_leave, always_call=True)
-        setattr(layer, _NAME, name)
-    for module in model.modules():
-        if hasattr(module, "set_attn_implementation"):  # a model, of which each may be called
-            setattr(module, _NAME, name)
+                changes.share(self, module, function, partial(make, function))
+        except BaseException:
+            self.release()
+            raise
 
+    @classmethod
+    def of(cls, model: nn.Module, name: str) -> "Functions":
+        """Replace the functions that the layers of a model call."""
+        kinds = {base for part in model.modules() for base in type(part).__mro__}
+        modules = sorted({kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.models.")})
+        names = (*_NAMES, *_FUSED, _MASK)
+        return cls(name, [(module, x) for module in modules for x in names if x in vars(sys.modules[module])])
 
-def release(model: nn.Module) -> None:
-    """Let the recurrent layers of a model compute as they did before ``bind``."""
-    for layer in model.modules():
-        if hasattr(layer, _NAME):
-            setattr(layer, _NAME, None)
+    def release(self) -> "list[changes.Change]":
+        """Put the functions back that no other owner needs; return what is left alone."""
+        owned = changes.Changes()
+        for module, function in self._functions:
+            owned.add(partial(changes.release, self, module, function))
+        left = owned.undo()
+        self.is_released = True
+        return left
 
-
-def is_bound(model: nn.Module, name: str) -> bool:
-    """Whether recurrent layers of a model compute over shards under a name of ``register``."""
-    return getattr(model, _NAME, None) == name
+    def __reduce__(self) -> Any:
+        return Functions, (self.name, self._functions, self.is_released)
 
 
 def is_inside(model: nn.Module | None = None) -> bool:
@@ -197,7 +206,7 @@ def enter_model(model: nn.Module, notes: BatchNotes) -> None:
     _running.forward = _Forward(model, notes, _forward())
 
 
-def leave_model(model: nn.Module, *_: Any) -> None:
+def exit_model(model: nn.Module, *_: Any) -> None:
     """Forget the batch of a forward, also where it has raised."""
     forward = _running.forward
     if forward is not None and forward.model is model:
@@ -268,19 +277,13 @@ def _mask_of_layers(name: str, original: Callable[..., Any]) -> Callable[..., An
     return mask
 
 
-def restore(names: Iterable[str]) -> None:
+def restore(names: Collection[str]) -> None:
     """Take our functions out of the modules, but for those that other names of ``register`` need."""
-    for name in names:
-        _groups.pop(name, None)
-        _functions.pop(name, None)
-    for key, users in list(_users.items()):
-        users.difference_update(names)
-        if users:
-            continue
-        original, ours = _bound.pop(key)
-        del _users[key]
-        if vars(sys.modules[key[0]]).get(key[1]) is ours:  # else somebody else's stands there, and calls ours
-            setattr(sys.modules[key[0]], key[1], original)
+    owned = changes.Changes()
+    for owner in _owners:
+        if owner.name in names:
+            owned.add(owner.release)
+    owned.undo()
 
 
 def _over_shards(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -290,17 +293,21 @@ def _over_shards(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def over_shards(*args: Any, **kwargs: Any) -> Any:
         layer = _layer()
-        if layer is None:
+        if layer is None or layer.is_exchanged:
             return original(*args, **kwargs)
         if name in _FUSED:
             return None
         layer.calls += 1
         # Models hand all keywords down, as position_ids; boundaries of documents would be those of a shard.
         kwargs = {key: x for key, x in kwargs.items() if key in parameters or not isinstance(x, Tensor)}
-        functions = {} if is_compiling() else _functions.setdefault(getattr(layer.module, _NAME), {})
+        functions = {} if is_compiling() else layer.functions
         if original not in functions:  # reading its signature takes as long as a small exchange
             functions[original] = _function(name, original, layer.group, boundaries)
-        return functions[original](*args, documents=layer.notes.documents, **kwargs)
+        layer.is_exchanged = True
+        try:
+            return functions[original](*args, documents=layer.notes.documents, **kwargs)
+        finally:
+            layer.is_exchanged = False
 
     return over_shards
 
@@ -328,15 +335,20 @@ def _boundaries_of(function: Callable[..., Any]) -> Literal["cu_seqlens", "seq_i
     return "seq_idx" if "seq_idx" in names else "cu_seqlens" if "cu_seqlens" in names else None
 
 
-def _enter(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Open the scope of a layer's forward, and give it this rank's columns of the padding mask."""
-    name = getattr(layer, _NAME)
-    if name is None:
-        return None
-    label = f"{name}: {type(layer).__name__}"
-    if name not in _groups:
-        raise ArgumentError(f"{label}: {name!r} is not registered; call register(), then switch(model, name)")
-    names, group = parameters_of(type(layer)), _groups[name]
+def enter_layer(
+    layer: nn.Module,
+    args: Any,
+    kwargs: dict[str, Any],
+    group: ProcessGroup,
+    functions: dict[Any, Callable[..., Any]],
+    label: str,
+) -> Any:
+    """Open the scope of a layer's forward, and give it this rank's columns of the padding mask.
+
+    Args:
+        functions: over the shards of the group, by the original, to which others are added.
+    """
+    names = parameters_of(type(layer))
     arguments = dict(zip(names, args, strict=False)) | kwargs
     notes = noted(arguments.get("attention_mask"), label)
     if notes is None and group.size() == 1:
@@ -363,7 +375,7 @@ def _enter(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         args = (*args[:index], notes.columns, *args[index + 1 :])
     else:
         kwargs = {**kwargs, "attention_mask": notes.columns}
-    _running.layer = _Layer(layer, group, notes, _layer())
+    _running.layer = _Layer(layer, group, functions, notes, _layer())
     return args, kwargs
 
 
@@ -377,7 +389,7 @@ def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
-def _leave(layer: nn.Module, args: Any, result: Any) -> None:
+def exit_layer(layer: nn.Module, result: Any, name: str) -> None:
     """Close the scope; reject a forward that called none of the functions, and so computed a shard alone."""
     running = _running.layer
     if running is None or running.module is not layer:
@@ -385,7 +397,7 @@ def _leave(layer: nn.Module, args: Any, result: Any) -> None:
     _running.layer = running.outer
     if not running.calls and result is not None and not is_compiling():  # it is None where the forward has raised
         raise UnsupportedError(
-            f"{getattr(layer, _NAME)}: {type(layer).__name__} called none of {', '.join(functions_of(type(layer)))}, "
+            f"{name}: {type(layer).__name__} called none of {', '.join(functions_of(type(layer)))}, "
             "as if a kernel replaced the whole layer, and a shard alone gives other numbers; load the model without "
             "kernels"
         )

@@ -1,7 +1,7 @@
 """Rotary tables of transformers that are chosen by the largest position, of which a rank sees its shard's alone.
 
-``bind`` appends the largest position of the whole batch as one column to the positions of such a module, and cuts that
-column off the module's result.
+``append_largest`` appends the largest position of the whole batch as one column to the positions of such a module, and
+``cut_largest`` takes that column off the module's result.
 """
 
 import inspect
@@ -15,15 +15,16 @@ from torch import Tensor, nn
 
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.integrations.batch_notes import noted
+from tritoncomm.integrations.changes import outdated
 from tritoncomm.integrations.recurrent_layers import parameters_of
 
-__all__ = ["bind", "is_bound", "release", "wrong_table"]
+__all__ = ["append_largest", "by_largest", "cut_largest", "wrong_table"]
 
 # Types of which each row follows from its position alone, and types that read the largest position.
 _BY_POSITION = {"default", "linear", "yarn", "llama3", "ntk_alpha", "proportional"}
 _BY_LARGEST = {"dynamic", "longrope"}
+_append = _cut = outdated  # names in models that were saved
 _LARGEST_POSITION = re.compile(r"max\(position_ids|position_ids\.a?max\(")
-_NAME = "tritoncomm_rotary"  # attribute of a module: the name in ``register``
 
 
 def wrong_table(parts: Iterable[nn.Module]) -> str | None:
@@ -38,40 +39,19 @@ def wrong_table(parts: Iterable[nn.Module]) -> str | None:
     return None
 
 
-def is_bound(parts: Iterable[nn.Module]) -> bool:
-    """Whether all modules of a model that read the largest position get that of the whole batch."""
-    return all(getattr(module, _NAME, None) is not None for module in _tables(parts))
-
-
-def bind(parts: Iterable[nn.Module], name: str) -> None:
-    """Let the rotary modules of a model read the largest position of the whole batch, under a name of ``register``."""
-    for module in _tables(parts):
-        if not hasattr(module, _NAME):  # its hooks stay, and do nothing after ``release``
-            module.register_forward_pre_hook(_append, with_kwargs=True)
-            module.register_forward_hook(_cut)
-        setattr(module, _NAME, name)
-
-
-def release(model: nn.Module) -> None:
-    """Let the rotary modules of a model read their positions as they did before ``bind``."""
-    for module in model.modules():
-        if hasattr(module, _NAME):
-            setattr(module, _NAME, None)
-
-
-def _kinds(module: nn.Module) -> set[str]:
-    """Return the types of a module's rotary tables, one for each kind of layers; an empty set for other modules."""
-    types: Any = getattr(module, "rope_type", None)
-    return {kind for kind in (types.values() if isinstance(types, dict) else [types]) if kind is not None}
-
-
-def _tables(parts: Iterable[nn.Module]) -> list[nn.Module]:
+def by_largest(parts: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules whose tables depend on the largest position."""
     return [
         module
         for module in parts
         if (kinds := _kinds(module)) & _BY_LARGEST or (kinds - {"default"} and _reads_largest(type(module)))
     ]
+
+
+def _kinds(module: nn.Module) -> set[str]:
+    """Return the types of a module's rotary tables, one for each kind of layers; an empty set for other modules."""
+    types: Any = getattr(module, "rope_type", None)
+    return {kind for kind in (types.values() if isinstance(types, dict) else [types]) if kind is not None}
 
 
 @lru_cache(maxsize=256)
@@ -83,11 +63,8 @@ def _reads_largest(kind: type[nn.Module]) -> bool:
         return False
 
 
-def _append(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Append the largest position of the whole batch to the positions of a module."""
-    name = getattr(module, _NAME)
-    if name is None:
-        return None
+def append_largest(module: nn.Module, args: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """Append the largest position of the whole batch to the positions in the arguments of a module."""
     index = parameters_of(type(module)).index("position_ids")
     positions = args[index] if index < len(args) else kwargs["position_ids"]
     notes = noted(positions, f"{name}: {type(module).__name__}")
@@ -104,10 +81,8 @@ def _append(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     return args, {**kwargs, "position_ids": longer}
 
 
-def _cut(module: nn.Module, args: Any, result: Any) -> Any:
+def cut_largest(module: nn.Module, result: Any) -> Any:
     """Leave the appended position out of a table, or of the tables of cosines and sines, ``[.., s, d]``."""
-    if getattr(module, _NAME) is None:
-        return None
     tables = result if isinstance(result, tuple) else (result,)
     if not all(isinstance(table, Tensor) and table.dim() > 1 for table in tables):
         raise UnsupportedError(f"{type(module).__name__} returns no tables of cosines and sines; see its rope_type")

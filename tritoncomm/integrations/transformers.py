@@ -6,28 +6,35 @@ of its positions, the gradients add up over the group. The attention refuses a b
 
 import importlib
 import inspect
-import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from itertools import pairwise
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
-from torch.utils.hooks import RemovableHandle
 
 from tritoncomm import ulysses
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.groups import resolve_sequence
-from tritoncomm.integrations import losses, model_parts, recurrent_layers, rotary_tables
-from tritoncomm.integrations.batch_notes import DOCUMENTS, MADE, BatchNotes, mark, marked, noted
+from tritoncomm.integrations import losses, model_parts, recurrent_layers
+from tritoncomm.integrations.batch_notes import DOCUMENTS, MADE, mark, marked, noted
+from tritoncomm.integrations.changes import Changes, outdated
 from tritoncomm.integrations.sequence_batch import shard_batch
+from tritoncomm.integrations.switching import (
+    Registration,
+    Switch,
+    Untraced,
+    check_bidirectional,
+    registered,
+    registration,
+    remove_outdated,
+    switches_of,
+)
 from tritoncomm.ulysses import dropout_by_rank
 
 __all__ = ["NAME", "dropout_by_rank", "group_of", "register", "shard_batch", "switch", "unregister"]
@@ -40,8 +47,8 @@ _TAKEN = frozenset(
     + ["sliding_window", "use_cache"]
 )
 _NOT_IN_A_NAME = ("flash", "/", "|")  # transformers takes such names for implementations of its own or of a hub
-_HOOKS = "tritoncomm_hooks"  # attribute of a model that `switch` got: handles, which its copies have of their own
-_registered: "dict[str, _Implementation]" = {}
+_begin = _check_call = _check_loss = _refuse_tower = _watch = outdated  # names in models that were saved
+_Untraced = Untraced
 
 
 def register(
@@ -79,11 +86,12 @@ def register(
             "sharded; initialize(context=...) with the number of ranks that share one",
             stacklevel=2,
         )
-    inner_mask = masks.get(attention)
-    added = _Implementation(group, name, attention, attentions[attention], inner_mask, own_positions)
-    type(attentions).register(name, added.attend)
-    type(masks).register(name, added.make_mask)
-    _registered[name] = added
+    added = _Implementation(group, name, attention, attentions[attention], masks.get(attention), own_positions)
+    with added.changes:
+        # `register` of transformers' registries has no inverse.
+        added.changes.set_entry(attentions._global_mapping, name, added.attend)
+        added.changes.set_entry(masks._global_mapping, name, added.make_mask)
+        registered[name] = added
     return name
 
 
@@ -105,7 +113,7 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
     """
     if not hasattr(model, "set_attn_implementation"):
         raise ArgumentError(f"switch: needs a model of transformers, not {type(model).__name__}")
-    ours = _registered.get(name)
+    ours = registered.get(name)
     is_sharded = ours is not None and ours.group.size() > 1
     recurrent = [] if ours is None else recurrent_layers.recurrent_layers(model)
     problem = None if ours is None else model_parts.wrong_part(model, ours.attention, is_sharded, recurrent)
@@ -115,7 +123,10 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
     has_attention = model_parts.has_attention(model) or not recurrent_layers.recurrent_layers(model)
     if not has_attention and name not in _registries()[0] and name != "eager":
         raise ArgumentError(f"switch: transformers has no attention {name!r}, only {sorted(_registries()[0])}")
-    with _attention(model, name, has_attention):
+    outer = model_parts.outermost(model.modules()) or model
+    ended = Changes()
+    with Changes() as configs:  # which stay copied: somebody may have changed them since
+        _set_attention(configs, model, name, has_attention)
         if unknown is not None and not unverified:
             raise UnsupportedError(
                 f"switch: {type(model).__name__}: {unknown}, so that nobody knows whether it works over shards of the "
@@ -123,211 +134,33 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
             )
         if unknown is not None:
             warnings.warn(f"switch: {type(model).__name__}: {unknown}: runs unverified over shards", stacklevel=2)
-    outer = model_parts.outermost(model.modules()) or model
-    for handle in vars(outer).pop(_HOOKS, ()):
-        handle.remove()
-    recurrent_layers.release(outer)
-    rotary_tables.release(outer)
-    if ours is None:
-        return
-    ours.judged.update(model.modules())
-    recurrent_layers.bind(outer, name, ours.group)
-    if is_sharded:
-        rotary_tables.bind(model_parts.language_parts(outer), name)
-    handles: list[RemovableHandle] = []
-    setattr(outer, _HOOKS, handles)  # the next switch removes them, also those of one that was interrupted
-    handles.extend(_hook(outer, name, has_attention))
-    for module in (model,) if model is outer else (model, outer):
-        handles.extend(_hook_loss(module, name, has_attention))
+        for earlier in switches_of(model):
+            ended.add(earlier.undo)
+        if ours is not None:
+            Switch(model, outer, name, has_attention)
+            ours.judged.update(model.modules())
+    ended.add(lambda: remove_outdated(model.modules()))
+    ended.add(lambda: losses.forget(model.modules()))
+    ended.undo()
 
 
-@contextmanager
-def _attention(model: Any, name: str, has_attention: bool) -> Iterator[None]:
-    """Give a model copies of its configs with the attention ``name``; put its configs back if anything raises."""
+def _set_attention(configs: Changes, model: Any, name: str, has_attention: bool) -> None:
+    """Give a model copies of its configs with the attention ``name``."""
     kind = importlib.import_module("transformers").PreTrainedConfig
     copies: dict[int, Any] = {}
-    configs = [
-        (module, attribute, value)
-        for module in model.modules()
-        for attribute, value in vars(module).items()
-        if isinstance(value, kind)
-    ]
-    try:
-        for module, attribute, value in configs:
-            setattr(module, attribute, deepcopy(value, copies))
-        if has_attention:
-            model.set_attn_implementation(name)
-            if model.config._attn_implementation != name:  # transformers warns only
-                raise UnsupportedError(f"switch: transformers cannot change the attention of {type(model).__name__}")
-            for module in model_parts.language_parts(model):  # copied layers have a config that transformers misses
-                config: Any = vars(module).get("config")
-                if isinstance(config, kind) and config._attn_implementation != name:
-                    config._attn_implementation = name
-        yield
-    except BaseException:
-        for module, attribute, value in configs:
-            setattr(module, attribute, value)
-        raise
-
-
-def _hook(outer: Any, name: str, has_attention: bool) -> Iterator[RemovableHandle]:
-    """Check every batch of a model where it comes in: in its forward, or in that of a model inside of it."""
-    parts = model_parts.language_parts(outer)
-    is_causal = all(getattr(module, "is_causal", True) for module in parts)
-    check = partial(_check_call, name, is_causal, has_attention)
-    yield outer.register_forward_pre_hook(check, with_kwargs=True)
-    kind = importlib.import_module("transformers").PreTrainedModel
-    begin = partial(_begin, name, has_attention, model_parts.counts_unpadded(outer))
-    leave = recurrent_layers.leave_model
-    if recurrent_layers.is_bound(outer, name):
-        # A graph would keep the state of this thread that it was traced with; layers are traced by themselves.
-        begin, leave = _Untraced(begin), _Untraced(leave)
-    for module in parts:
-        if isinstance(module, kind):
-            yield module.register_forward_pre_hook(begin, with_kwargs=True)
-            yield module.register_forward_hook(leave, always_call=True)
-    for tower in model_parts.towers(outer):
-        yield tower.register_forward_pre_hook(partial(_refuse_tower, name))
-
-
-def _hook_loss(module: Any, name: str, has_attention: bool) -> Iterator[RemovableHandle]:
-    """Watch the loss of a model where ``switch`` got it: in the model itself, or in a module around it."""
-    kind = importlib.import_module("transformers").PreTrainedModel
-    paths = tuple(path for path, part in module.named_modules() if isinstance(part, kind))
-    is_plain = losses.is_plain(module)
-    begin: Any = partial(_watch, name, has_attention, paths, is_plain)
-    leave: Any = partial(_check_loss, name, paths, is_plain)
-    if recurrent_layers.is_bound(module, name):  # the graph breaks around its forward already
-        begin, leave = _Untraced(begin), _Untraced(leave)
-    yield module.register_forward_pre_hook(begin)
-    yield module.register_forward_hook(leave, with_kwargs=True, always_call=True)
-
-
-def _watch(name: str, has_attention: bool, paths: tuple[str, ...], is_plain: bool, module: Any, _: Any) -> None:
-    """Watch what the forward of a switched model does with its labels."""
-    if name in _registered and _is_active(name, has_attention, module):
-        models = [module.get_submodule(path) for path in paths]
-        losses.watch(module, models, is_plain, recurrent_layers.is_running)
-
-
-def _check_loss(name: str, paths: tuple[str, ...], is_plain: bool, module: Any, _: Any, kwargs: Any, out: Any) -> None:
-    """Reject a loss of which nobody knows that shards add up to it."""
-    calls = losses.end([module.get_submodule(path) for path in paths], module)
-    if calls is None or out is None or name not in _registered:
+    for module in model.modules():
+        for attribute, value in list(vars(module).items()):
+            if isinstance(value, kind):
+                configs.set_attribute(module, attribute, deepcopy(value, copies))
+    if not has_attention:
         return
-    is_sharded = _registered[name].group.size() > 1
-    if is_sharded or noted(kwargs.get("position_ids"), name) is not None:  # else one rank has all, of whatever batch
-        losses.traced(losses.check, is_plain)(module, calls, kwargs, out, is_sharded, name)
-
-
-def _refuse_tower(name: str, tower: Any, _: Any) -> None:
-    """Reject images and audio in a forward over shards."""
-    if name in _registered and _registered[name].group.size() > 1 and recurrent_layers.is_inside(tower):
-        raise UnsupportedError(
-            f"{name}: {type(tower).__name__}: images, videos and audio are not supported over sequence shards; pass "
-            "batches of text alone"
-        )
-
-
-class _Untraced:
-    """Hook that torch.compile does not trace, and that a model can be saved with."""
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook, self._untraced = hook, torch.compiler.disable(hook)
-
-    def __call__(self, *args: Any) -> Any:
-        return self._untraced(*args)
-
-    def __reduce__(self) -> Any:
-        return _Untraced, (self._hook,)
-
-
-def _is_active(name: str, has_attention: bool, model: Any) -> bool:
-    """Whether a model that ``switch`` got computes over shards still."""
-    return model.config._attn_implementation == name if has_attention else recurrent_layers.is_bound(model, name)
-
-
-def _begin(name: str, has_attention: bool, counting: str | None, model: Any, args: Any, kwargs: Any) -> Any:
-    """Reject a batch that ``shard_batch`` did not make; hand its positions down to recurrent layers."""
-    if name not in _registered or not _is_active(name, has_attention, model) or recurrent_layers.is_inside(model):
-        return None
-    label = f"{name}: {type(model).__name__}"
-    names = recurrent_layers.parameters_of(type(model))
-    arguments = dict(zip(names, args, strict=False)) | kwargs
-    ours, positions = _registered[name], arguments.get("position_ids")
-    notes = noted(positions, label)
-    if ours.group.size() == 1 and notes is None:
-        return None  # one rank has all positions, whoever made the batch
-    if not ours.own_positions:
-        ours.check_positions(model, positions)
-    if notes is None:
-        notes = BatchNotes().complete(torch.ones(1, 1), None)
-    _check_rows(label, notes, arguments)
-    if ours.group.size() > 1 and not is_compiling():
-        # Between graphs torch.compile would trace the check, which reads source.
-        check: Any = torch.compiler.disable(_check_callers) if "torch._dynamo" in sys.modules else _check_callers
-        check(name, model, arguments)
-    if counting == "other" and notes.counted is not None:
-        raise UnsupportedError(f"{label} numbers positions by its padding mask; pass position_ids to shard_batch")
-    recurrent_layers.enter_model(model, notes)
-    if notes.documents is not None and "attention_mask" in names[len(args) :] and kwargs.get("attention_mask") is None:
-        # Else transformers looks for documents, too, and the masks of each would have those of all.
-        kwargs = {**kwargs, "attention_mask": positions.new_ones(()).expand(notes.shape or ())}
-    if isinstance(kwargs.get("shift_labels"), Tensor):  # the loss views them; rows with a step are not contiguous
-        kwargs = {**kwargs, "shift_labels": kwargs["shift_labels"].contiguous()}
-    if recurrent_layers.is_bound(model, name):
-        kwargs = recurrent_layers.keywords(model, kwargs)
-    if counting == "product" and notes.counted is not None:  # positions that one process makes from the same mask
-        index = names.index("position_ids")
-        if index < len(args):
-            args = (*args[:index], notes.counted, *args[index + 1 :])
-        else:
-            kwargs = {**kwargs, "position_ids": notes.counted}
-    return args, kwargs
-
-
-def _check_rows(label: str, notes: BatchNotes, arguments: dict[str, Any]) -> None:
-    """Reject tokens of other rows or positions than those of the batch that ``shard_batch`` made."""
-    tokens = arguments.get("inputs_embeds") if arguments.get("input_ids") is None else arguments.get("input_ids")
-    if isinstance(tokens, Tensor) and notes.shape is not None and tuple(tokens.shape[:2]) != notes.shape:
-        raise ShapeError(
-            f"{label}: tokens {list(tokens.shape)} with position_ids of {notes.shape[0]} rows of {notes.shape[1]} "
-            "positions; slice the rows of all entries of shard_batch alike"
-        )
-
-
-def _check_call(name: str, is_causal: bool, has_attention: bool, model: Any, args: Any, kwargs: Any) -> None:
-    """Reject a batch that a switched model would take wrongly, while its attention is ``name``."""
-    if not _is_active(name, has_attention, model) or group_of(name).size() == 1:
-        return
-    if not is_causal:
-        label = f"{name}: {type(model).__name__}"
-        _check_bidirectional(label, kwargs.get("position_ids"), group_of(name))
-
-
-def _check_callers(name: str, model: Any, arguments: dict[str, Any]) -> None:
-    """Reject labels for modules around a model that may add to its loss, unless hooks of theirs watch the loss."""
-    around = list(model_parts.callers(model))
-    if all(names.get("labels") is None for names in (arguments, *(names for _, names in around))):
-        return
-    watching = set(map(id, losses.owners([model, *(module for module, _ in around)])))
-    for module, _ in reversed(around):
-        if id(module) in watching:
-            return
-        if problem := losses.wrong_caller(module):
-            raise UnsupportedError(losses.NO_LABELS.format(label=name, problem=problem))
-
-
-def _check_bidirectional(label: str, position_ids: Any, group: ProcessGroup) -> None:
-    """Reject batches that are right in causal models alone: padding without a mask, and packed sequences."""
-    notes = noted(position_ids, label)
-    if notes is not None and notes.padded:
-        raise UnsupportedError(
-            f"{label} is bidirectional, and would attend to the {notes.padded} positions that shard_batch added to the "
-            f"sequence; pass an attention_mask, of ones, or sequences of a multiple of {group.size()} positions"
-        )
-    if notes is not None and notes.documents is not None:
-        raise UnsupportedError(f"{label} is bidirectional, and packed sequences are for causal models")
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:  # transformers warns only
+        raise UnsupportedError(f"switch: transformers cannot change the attention of {type(model).__name__}")
+    for module in model_parts.language_parts(model):  # copied layers have a config that transformers misses
+        config: Any = vars(module).get("config")
+        if isinstance(config, kind) and config._attn_implementation != name:
+            config._attn_implementation = name
 
 
 def group_of(name: str) -> ProcessGroup:
@@ -336,9 +169,7 @@ def group_of(name: str) -> ProcessGroup:
     Raises:
         ArgumentError: ``register`` did not add ``name``.
     """
-    if name not in _registered:
-        raise ArgumentError(f"{name!r} is not registered here, only {sorted(_registered)}; call register(group) first")
-    return _registered[name].group
+    return registration(name).group
 
 
 def unregister(name: str | None = None) -> None:
@@ -347,15 +178,20 @@ def unregister(name: str | None = None) -> None:
     Raises:
         ArgumentError: ``register`` did not add ``name``.
     """
-    if name is not None and name not in _registered:
-        raise ArgumentError(f"unregister: {name!r} is not registered here, only {sorted(_registered)}")
-    names = list(_registered) if name is None else [name]
-    for registry in _registries() if names else ():
-        for each in names:
-            registry._global_mapping.pop(each, None)  # `register` is a classmethod without an inverse
+    if name is not None and name not in registered:
+        raise ArgumentError(f"unregister: {name!r} is not registered here, only {sorted(registered)}")
+    names = list(registered) if name is None else [name]
+    removed = Changes()
+    removed.add(lambda: recurrent_layers.restore(names))
     for each in names:
-        del _registered[each]
-    recurrent_layers.restore(names)
+        removed.add(partial(_remove, each))
+    removed.undo()
+
+
+def _remove(name: str) -> None:
+    """Remove an entry from transformers' registries, and from ours."""
+    registered[name].changes.undo()
+    del registered[name]
 
 
 def _registries() -> tuple[Any, Any]:
@@ -399,7 +235,7 @@ class _PackedMask:
         self.masks: dict[tuple[int, int], Any] = {}
 
 
-class _Implementation:
+class _Implementation(Registration):
     """Implementation that ``register`` adds: an attention function, and the function that makes its masks."""
 
     def __init__(
@@ -411,11 +247,9 @@ class _Implementation:
         mask: Any,
         own_positions: bool,
     ) -> None:
-        self.group, self.name, self.attention, self.inner, self.inner_mask = group, name, attention, inner, mask
-        self.own_positions = own_positions
+        super().__init__(group, name, attention, own_positions)
+        self.inner, self.inner_mask = inner, mask
         self.arguments = inspect.signature(inner).parameters.keys()
-        self.judged: WeakSet[Any] = WeakSet()  # modules of models that were found right
-        self.checked: WeakSet[Any] = WeakSet()  # those without positions, in a model that checks the batch
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
@@ -428,7 +262,7 @@ class _Implementation:
             self._check_layer(module, kwargs.get("position_ids"))
         is_causal = kwargs.get("is_causal")
         if group.size() > 1 and not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-            _check_bidirectional(f"{self.name}: {type(module).__name__}", kwargs.get("position_ids"), group)
+            check_bidirectional(f"{self.name}: {type(module).__name__}", kwargs.get("position_ids"), group)
         packed = self._packed(module, attention_mask, kwargs)
         if packed is not None and len(packed.documents) != len(query):
             raise ShapeError(f"{self.name}: {len(query)} rows with the documents of {len(packed.documents)}")
@@ -530,42 +364,18 @@ class _Implementation:
                 "see whether the batch is sharded; call the model that switch() got"
             )
 
-    def check_positions(self, module: Any, position_ids: Any) -> None:
-        """Reject position ids that ``shard_batch`` did not make for this group: the batch may not be sharded."""
-        notes = noted(position_ids, f"{self.name}: {type(module).__name__}")
-        if notes is None:
-            raise ArgumentError(
-                f"{self.name}: shard_batch did not make these position_ids: this rank's samples would count as a part "
-                f"of one sequence of {self.group.size()} ranks. Move the batch to its device, then call "
-                "model(**shard_batch(batch, group)), in training and in evaluation; or train with UlyssesTrainerMixin. "
-                "Slices of its rows, x[a:b], count as its own; copies and rows by index do not. Before generate(), "
-                "switch(model, 'sdpa')"
-            )
-        if notes.group != self.group.group_name:
-            raise ArgumentError(
-                f"{self.name}: shard_batch made these position_ids for the group {notes.group!r}, and attention is "
-                f"over the group {self.group.group_name!r}; pass both the same group"
-            )
-
     def _judge(self, module: Any) -> None:
         """Reject an attention of a model that was not given to ``switch``: by its model, or its config and file."""
         model, sharded = model_parts.called(), self.group.size() > 1
         if model is None:
             problem = model_parts.wrong_attention(module, sharded)
         else:
-            is_bound = recurrent_layers.is_bound(model, self.name)  # a copy of a model that was given to it, too
-            served = recurrent_layers.recurrent_layers(model) if is_bound else ()
+            # Also a copy of a model that switch got.
+            is_switched = any(found.name == self.name and found.is_on for found in switches_of(model))
+            served = recurrent_layers.recurrent_layers(model) if is_switched else ()
             problem = model_parts.wrong_part(model, self.attention, sharded, served)
-            parts = model_parts.language_parts(model)
-            if problem is None and sharded and not rotary_tables.is_bound(parts):
-                problem = "its rotary tables are chosen by the largest position; give the model to switch()"
-            if (
-                problem is None
-                and sharded
-                and model_parts.counts_unpadded(model) is not None
-                and not hasattr(model, _HOOKS)
-            ):
-                problem = "it numbers positions by its padding mask; give the model to switch()"
+            if problem is None and sharded and not is_switched:
+                problem = model_parts.needs_switch(model)
         if problem is not None:
             raise UnsupportedError(f"{self.name}: {type(model or module).__name__}: {problem}")
         self.judged.add(module)

@@ -14,12 +14,14 @@ from torch import Tensor
 from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.experts import combine, dispatch
+from tritoncomm.integrations.changes import Changes
 from tritoncomm.mappings import all_gather_dim, split_dim
 
 __all__ = ["NAME", "register", "unregister"]
 
 NAME = "tritoncomm"
 _MODULE = "transformers.distributed.expert_parallel"
+_added: dict[str, Changes] = {}  # to transformers' registry, by name
 
 
 def register(name: str = NAME) -> str:
@@ -39,7 +41,8 @@ def register(name: str = NAME) -> str:
     implementations, kind = _transformers().EPImplementationInterface(), _implementation()
     if name in implementations and implementations[name] is not kind:
         raise ArgumentError(f"register: transformers has an implementation {name!r}; pass another name")
-    type(implementations).register(name, kind)
+    with _added.setdefault(name, Changes()) as added:
+        added.set_entry(type(implementations)._global_mapping, name, kind)
     return name
 
 
@@ -50,9 +53,10 @@ def unregister(name: str = NAME) -> None:
         ArgumentError: ``register`` did not add ``name``.
     """
     implementations = _transformers().EPImplementationInterface()
-    if name not in implementations or implementations[name] is not _implementation():
+    if name not in _added or name not in implementations or implementations[name] is not _implementation():
         raise ArgumentError(f"unregister: {name!r} is no implementation that register() added")
-    del type(implementations)._global_mapping[name]
+    _added[name].undo()
+    del _added[name]
 
 
 def _transformers() -> ModuleType:

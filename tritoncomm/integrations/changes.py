@@ -1,0 +1,187 @@
+"""Changes to objects of other libraries and of the user, each with its undo.
+
+What belongs to one owner is a list of changes, undone from the last to the first. What several owners share, a function
+of a module, is replaced once, and put back when the last of them goes, in whatever order they came.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from tritoncomm.errors import UnsupportedError
+
+__all__ = ["Change", "Changes", "outdated", "release", "share"]
+
+_NOTHING: Any = object()  # the value of an attribute or key that is not there
+
+
+class Change(NamedTuple):
+    """Value of an attribute, or of a key of a mapping.
+
+    Attributes:
+        holder: object or mapping.
+        name: attribute or key.
+        value: None where it has none.
+    """
+
+    holder: Any
+    name: str
+    value: Any
+
+
+class Changes:
+    """Changes of one owner; as a context manager it undoes them if the block raises.
+
+    A copy by ``deepcopy`` or ``pickle``, together with the module that has the hooks, removes those of the copy.
+    """
+
+    def __init__(self) -> None:
+        self._undos: list[Callable[[], list[Change] | None]] = []
+
+    def add(self, undo: Callable[[], list[Change] | None]) -> None:
+        """Add a change that was made, by its undo, such as ``handle.remove`` of a hook."""
+        self._undos.append(undo)
+
+    def set_attribute(self, holder: Any, name: str, value: Any) -> None:
+        """Set an attribute of an object, which is referred to weakly."""
+        entry = _Entry(weakref.ref(holder), name, vars(holder).get(name, _NOTHING), value)
+        self._undos.append(entry.undo)  # first: an interrupt may come right after the change
+        setattr(holder, name, value)
+
+    def set_entry(self, mapping: MutableMapping[str, Any], key: str, value: Any) -> None:
+        """Set the value of a key."""
+        entry = _Entry(lambda: mapping, key, mapping.get(key, _NOTHING), value)
+        self._undos.append(entry.undo)
+        mapping[key] = value
+
+    def extend(self, changes: "Changes") -> None:
+        """Take over the changes of another list."""
+        self._undos += changes._undos
+        changes._undos = []
+
+    def values(self) -> Iterator[Change]:
+        """Yield what was set by ``set_attribute`` and ``set_entry``, with the values that it got."""
+        for undo in self._undos:
+            entry = getattr(undo, "__self__", None)
+            if isinstance(entry, _Entry) and (holder := entry.holder()) is not None:
+                yield Change(holder, entry.name, entry.value)
+
+    def undo(self) -> list[Change]:
+        """Undo all changes, the last one first; return those that somebody has replaced since, which are left alone.
+
+        Raises:
+            BaseException: the first one that an undo raised, once all others have run. The next call tries it again.
+        """
+        left: list[Change] = []
+        failed: list[Callable[[], list[Change] | None]] = []
+        error: BaseException | None = None
+        while self._undos:
+            undo = self._undos.pop()
+            try:
+                result = undo()
+            except BaseException as raised:
+                failed.append(undo)
+                error = error or raised
+            else:
+                left += result or []
+        self._undos = failed[::-1]
+        if error is not None:
+            raise error
+        return left
+
+    def __enter__(self) -> "Changes":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is not None:
+            self.undo()
+
+
+class _Entry:
+    """Attribute or key that is set."""
+
+    def __init__(self, holder: Callable[[], Any], name: str, before: Any, value: Any) -> None:
+        self.holder, self.name, self.before, self.value = holder, name, before, value
+
+    def undo(self) -> list[Change]:
+        """Set the value before; leave and return one that somebody else has set since."""
+        holder = self.holder()
+        if holder is None:
+            return []
+        is_mapping = isinstance(holder, MutableMapping)
+        current = (holder if is_mapping else vars(holder)).get(self.name, _NOTHING)
+        if current is self.before:
+            return []
+        if current is not self.value:
+            return [Change(holder, self.name, None if current is _NOTHING else current)]
+        if is_mapping and self.before is _NOTHING:
+            del holder[self.name]
+        elif is_mapping:
+            holder[self.name] = self.before
+        elif self.before is _NOTHING:
+            delattr(holder, self.name)
+        else:
+            setattr(holder, self.name, self.before)
+        return []
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{self.name} is set on one object, and a copy of the change would undo it there")
+
+
+class _SharedAttribute:
+    """Attribute of a module that is replaced as long as it has owners."""
+
+    def __init__(self) -> None:
+        self._changes = Changes()  # more than one where somebody else has replaced ours, and ours are around theirs
+        self._owners: set[weakref.ref[Any]] = set()
+
+    def acquire(self, owner: Any, module: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Add an owner, and replace the value unless ours is there."""
+        # First: whoever is dropped from here on is not the last owner.
+        self._owners.add(weakref.ref(owner, self._lose))
+        try:
+            current = vars(module)[name]
+            if all(current is not change.value for change in self._changes.values()):
+                self._changes.set_attribute(module, name, make(current))
+        except BaseException:
+            self.release(owner)
+            raise
+
+    def release(self, owner: Any) -> list[Change]:
+        """Remove an owner; put the value back if it was the last."""
+        return self._lose(weakref.ref(owner))
+
+    def _lose(self, owner: "weakref.ref[Any]") -> list[Change]:
+        self._owners.discard(owner)
+        return [] if self._owners else self._changes.undo()
+
+
+_shared: dict[tuple[str, str], _SharedAttribute] = {}  # by module and name
+
+
+def share(owner: Any, module: str, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace an attribute of a module by ``make`` of its value, unless it is replaced for another owner.
+
+    Args:
+        owner: referred to weakly; one that is dropped needs the attribute no more.
+        module: name in ``sys.modules``.
+    """
+    _shared.setdefault((module, name), _SharedAttribute()).acquire(owner, sys.modules[module], name, make)
+
+
+def release(owner: Any, module: str, name: str) -> list[Change]:
+    """End what ``share`` did for an owner; return what somebody else has set since, which is left alone."""
+    return _shared[module, name].release(owner) if (module, name) in _shared else []
+
+
+def outdated(*_: Any, **__: Any) -> None:
+    """Stand in for the hooks in a model that an earlier release has switched, and that was saved with them.
+
+    Raises:
+        UnsupportedError: in every forward, until the model is given to ``switch``.
+    """
+    raise UnsupportedError(
+        "this model was switched by an earlier release of tritoncomm, and saved; call switch(model, name)"
+    )
