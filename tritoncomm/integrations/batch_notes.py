@@ -9,11 +9,9 @@ from torch.compiler import is_compiling
 
 from tritoncomm.errors import ArgumentError
 
-__all__ = ["DOCUMENTS", "MADE", "BatchNotes", "mark", "marked", "note", "noted"]
+__all__ = ["BatchNotes", "mark", "marked", "note", "noted"]
 
-# Attributes of masks: made by this library; the packed documents that it stands for.
-MADE, DOCUMENTS = "tritoncomm_made", "tritoncomm_documents"
-_NOTES = "tritoncomm_batch"  # of a tensor: its notes; of its storage: notes and shape
+_NOTES, _MADE = "tritoncomm_batch", "tritoncomm_mask"  # attributes of a tensor and of its storage
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,17 +94,17 @@ def noted(x: Any, label: str) -> BatchNotes | None:
     return notes if rows == tuple(range(notes.shape[0])) else notes.select(rows)
 
 
-def mark(x: Tensor, name: str, value: Any) -> None:
-    """Set an attribute of a mask, where torch.compile sees it, and of its storage, which views share."""
-    for holder in (x, x.untyped_storage()):
-        setattr(holder, name, value)
+def mark(mask: Tensor, value: Any) -> None:
+    """Write on a mask that this library has made what it is, where torch.compile sees it, and on its storage."""
+    for holder in (mask, mask.untyped_storage()):
+        setattr(holder, _MADE, value)
 
 
-def marked(x: Any, name: str) -> Any:
-    """Return an attribute that ``mark`` has set; None without one."""
-    if not isinstance(x, Tensor):
+def marked(mask: Any) -> Any:
+    """Return what ``mark`` has written on a mask, or on one that it is a view of; None on a mask of somebody else."""
+    if not isinstance(mask, Tensor):
         return None
-    return getattr(x if is_compiling() else x.untyped_storage(), name, None)
+    return getattr(mask if is_compiling() else mask.untyped_storage(), _MADE, None)
 
 
 def _rows(x: Tensor, num_rows: int, positions: int) -> tuple[int, ...] | None:

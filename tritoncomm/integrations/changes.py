@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tritoncomm.errors import UnsupportedError
 
-__all__ = ["Change", "Changes", "outdated", "release", "share"]
+__all__ = ["Change", "Changes", "outdated", "outdated_end", "release", "settle", "share"]
 
 _NOTHING: Any = object()  # the value of an attribute or key that is not there
 
@@ -151,11 +151,16 @@ class _SharedAttribute:
 
     def release(self, owner: Any) -> list[Change]:
         """Remove an owner; put the value back if it was the last."""
-        return self._lose(weakref.ref(owner))
+        self._owners.discard(weakref.ref(owner))
+        return self.settle()
 
-    def _lose(self, owner: "weakref.ref[Any]") -> list[Change]:
-        self._owners.discard(owner)
+    def settle(self) -> list[Change]:
+        """Put the value back if nobody needs ours."""
         return [] if self._owners else self._changes.undo()
+
+    def _lose(self, owner: "weakref.ref[Any]") -> None:
+        self._owners.discard(owner)
+        self.settle()
 
 
 _shared: dict[tuple[str, str], _SharedAttribute] = {}  # by module and name
@@ -176,8 +181,16 @@ def release(owner: Any, module: str, name: str) -> list[Change]:
     return _shared[module, name].release(owner) if (module, name) in _shared else []
 
 
+def settle() -> None:
+    """Put back what has no owner any more, as after an interrupt in the middle of ``release``."""
+    changes = Changes()
+    for shared in _shared.values():
+        changes.add(shared.settle)
+    changes.undo()
+
+
 def outdated(*_: Any, **__: Any) -> None:
-    """Stand in for the hooks in a model that an earlier release has switched, and that was saved with them.
+    """Stand in for a hook before the forward of a model that an earlier release has switched, and that was saved so.
 
     Raises:
         UnsupportedError: in every forward, until the model is given to ``switch``.
@@ -185,3 +198,7 @@ def outdated(*_: Any, **__: Any) -> None:
     raise UnsupportedError(
         "this model was switched by an earlier release of tritoncomm, and saved; call switch(model, name)"
     )
+
+
+def outdated_end(*_: Any, **__: Any) -> None:
+    """Stand in for a hook behind such a forward."""

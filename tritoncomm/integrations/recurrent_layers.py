@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache, partial, wraps
 from typing import Any, Literal, NamedTuple
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
@@ -68,12 +68,12 @@ class _Forward(NamedTuple):
     """Running forward of a model.
 
     Attributes:
-        model: the outermost one.
+        model: the outermost one, by a weak reference: an interrupt may keep the forward from ending.
         notes: of the batch. Models hand its layer mask to the layers as the padding mask.
         outer: forward of another model that this one runs in.
     """
 
-    model: nn.Module
+    model: "ref[nn.Module]"
     notes: BatchNotes
     outer: "_Forward | None"
 
@@ -82,7 +82,7 @@ class _Layer:
     """Running forward of a recurrent layer.
 
     Attributes:
-        module: the layer.
+        module: the layer, by a weak reference.
         group: the ranks over which it computes.
         functions: over their shards, by the original, for all layers of the group.
         notes: of its batch.
@@ -99,7 +99,7 @@ class _Layer:
         notes: BatchNotes,
         outer: "_Layer | None",
     ) -> None:
-        self.module, self.group, self.functions, self.notes, self.outer = module, group, functions, notes, outer
+        self.module, self.group, self.functions, self.notes, self.outer = ref(module), group, functions, notes, outer
         self.calls, self.is_exchanged = 0, False
 
 
@@ -113,7 +113,7 @@ class _Running(threading.local):
 
 _running = _Running()
 _owners: "WeakSet[Functions]" = WeakSet()
-_enter = _leave = leave_model = changes.outdated  # names in models that were saved
+_enter, _leave, leave_model = changes.outdated, changes.outdated_end, changes.outdated_end  # in models that were saved
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
@@ -183,6 +183,7 @@ class Functions:
     def release(self) -> "list[changes.Change]":
         """Put the functions back that no other owner needs; return what is left alone."""
         owned = changes.Changes()
+        owned.add(changes.settle)
         for module, function in self._functions:
             owned.add(partial(changes.release, self, module, function))
         left = owned.undo()
@@ -198,36 +199,37 @@ def is_inside(model: nn.Module | None = None) -> bool:
     forward = _forward()
     if forward is None or model is None:
         return forward is not None
-    return model is not forward.model and any(module is model for module in forward.model.modules())
+    outer: Any = forward.model()
+    return model is not outer and any(module is model for module in outer.modules())
 
 
 def enter_model(model: nn.Module, notes: BatchNotes) -> None:
     """Let the forward of a model in this thread hand the mask of a batch to its recurrent layers."""
-    _running.forward = _Forward(model, notes, _forward())
+    _running.forward = _Forward(ref(model), notes, _forward())
 
 
 def exit_model(model: nn.Module, *_: Any) -> None:
     """Forget the batch of a forward, also where it has raised."""
     forward = _running.forward
-    if forward is not None and forward.model is model:
+    if forward is not None and forward.model() is model:
         _running.forward = forward.outer
 
 
 def _forward() -> _Forward | None:
     """Return the innermost running forward of a model; forget those that ended without their hooks."""
-    while _running.forward is not None and not is_running(_running.forward.model):
+    while _running.forward is not None and not is_running(_running.forward.model()):
         _running.forward = _running.forward.outer
     return _running.forward
 
 
 def _layer() -> _Layer | None:
     """Return the innermost running forward of a layer; forget those that ended without their hooks."""
-    while _running.layer is not None and not is_running(_running.layer.module):
+    while _running.layer is not None and not is_running(_running.layer.module()):
         _running.layer = _running.layer.outer
     return _running.layer
 
 
-def is_running(module: nn.Module) -> bool:
+def is_running(module: nn.Module | None) -> bool:
     """Whether a call of a module is on the stack of this thread.
 
     Torch runs forward hooks with ``always_call`` after an ``Exception``, but not after KeyboardInterrupt, SystemExit or
@@ -238,7 +240,7 @@ def is_running(module: nn.Module) -> bool:
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
+        if code.co_name == "_call_impl" and frame.f_locals.get("self") is module and module is not None:
             return True
         # The frame of torch.compile, not that of torch.compiler.disable, which every checkpoint has.
         if code.co_name == "compile_wrapper" and code.co_filename.endswith("_dynamo/eval_frame.py"):
@@ -270,7 +272,8 @@ def _mask_of_layers(name: str, original: Callable[..., Any]) -> Callable[..., An
     def mask(config: Any, *args: Any, **kwargs: Any) -> Any:
         # Checkpointing keeps arguments of layers, and they come in the recomputation, too; a global would not be right.
         forward = _forward()
-        if forward is not None and any(config is getattr(part, "config", None) for part in forward.model.modules()):
+        model: Any = None if forward is None else forward.model()
+        if forward is not None and any(config is getattr(part, "config", None) for part in model.modules()):
             return forward.notes.layer_mask
         return original(config, *args, **kwargs)
 
@@ -280,10 +283,14 @@ def _mask_of_layers(name: str, original: Callable[..., Any]) -> Callable[..., An
 def restore(names: Collection[str]) -> None:
     """Take our functions out of the modules, but for those that other names of ``register`` need."""
     owned = changes.Changes()
+    owned.add(changes.settle)
     for owner in _owners:
         if owner.name in names:
             owned.add(owner.release)
     owned.undo()
+    # Those that an interrupt has left have the group.
+    _forward()
+    _layer()
 
 
 def _over_shards(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -392,7 +399,7 @@ def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
 def exit_layer(layer: nn.Module, result: Any, name: str) -> None:
     """Close the scope; reject a forward that called none of the functions, and so computed a shard alone."""
     running = _running.layer
-    if running is None or running.module is not layer:
+    if running is None or running.module() is not layer:
         return
     _running.layer = running.outer
     if not running.calls and result is not None and not is_compiling():  # it is None where the forward has raised

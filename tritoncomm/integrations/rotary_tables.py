@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.integrations.batch_notes import noted
-from tritoncomm.integrations.changes import outdated
+from tritoncomm.integrations.changes import outdated, outdated_end
 from tritoncomm.integrations.recurrent_layers import parameters_of
 
 __all__ = ["append_largest", "by_largest", "cut_largest", "wrong_table"]
@@ -23,7 +23,7 @@ __all__ = ["append_largest", "by_largest", "cut_largest", "wrong_table"]
 # Types of which each row follows from its position alone, and types that read the largest position.
 _BY_POSITION = {"default", "linear", "yarn", "llama3", "ntk_alpha", "proportional"}
 _BY_LARGEST = {"dynamic", "longrope"}
-_append = _cut = outdated  # names in models that were saved
+_append, _cut = outdated, outdated_end  # in models that were saved
 _LARGEST_POSITION = re.compile(r"max\(position_ids|position_ids\.a?max\(")
 
 

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.integrations import losses, model_parts, recurrent_layers, rotary_tables
 from tritoncomm.integrations.batch_notes import BatchNotes, noted
-from tritoncomm.integrations.changes import Changes, outdated
+from tritoncomm.integrations.changes import Changes, outdated, outdated_end
 
 __all__ = ["Registration", "Switch", "check_bidirectional", "registered", "remove_outdated", "switches_of"]
 
@@ -266,7 +266,7 @@ def remove_outdated(modules: Iterable[nn.Module]) -> None:
         before = module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
         behind = module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called
         for hooks, *flags in (before, behind):
-            for key in [key for key, hook in hooks.items() if _function_of(hook) is outdated]:
+            for key in [key for key, hook in hooks.items() if _function_of(hook) in (outdated, outdated_end)]:
                 for entries in (hooks, *flags):
                     entries.pop(key, None)
         for name in _OUTDATED & vars(module).keys():

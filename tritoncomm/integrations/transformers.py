@@ -22,8 +22,8 @@ from tritoncomm import ulysses
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.groups import resolve_sequence
 from tritoncomm.integrations import losses, model_parts, recurrent_layers
-from tritoncomm.integrations.batch_notes import DOCUMENTS, MADE, mark, marked, noted
-from tritoncomm.integrations.changes import Changes, outdated
+from tritoncomm.integrations.batch_notes import mark, marked, noted
+from tritoncomm.integrations.changes import Changes, outdated, outdated_end
 from tritoncomm.integrations.sequence_batch import shard_batch
 from tritoncomm.integrations.switching import (
     Registration,
@@ -47,8 +47,8 @@ _TAKEN = frozenset(
     + ["sliding_window", "use_cache"]
 )
 _NOT_IN_A_NAME = ("flash", "/", "|")  # transformers takes such names for implementations of its own or of a hub
-_begin = _check_call = _check_loss = _refuse_tower = _watch = outdated  # names in models that were saved
-_Untraced = Untraced
+_begin = _check_call = _refuse_tower = _watch = outdated  # in models that were saved
+_check_loss, _Untraced = outdated_end, Untraced
 
 
 def register(
@@ -106,7 +106,7 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
     which that is not known, and warns: compare its logits with those of one process first.
 
     Raises:
-        ArgumentError: ``model`` is no model of transformers.
+        ArgumentError: ``model`` is no model of transformers, or nothing has the name.
         UnsupportedError: transformers cannot change the attention of this model; or the model has a part that gives
             other numbers over shards: a state or a convolution that crosses them, positions or a mask of its own, a
             loss or noise that knows the length; or it is not known to have none.
@@ -121,7 +121,7 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
         raise UnsupportedError(f"switch: {type(model).__name__}: {problem}")
     unknown = model_parts.unknown_part(model) if is_sharded else None
     has_attention = model_parts.has_attention(model) or not recurrent_layers.recurrent_layers(model)
-    if not has_attention and name not in _registries()[0] and name != "eager":
+    if name not in _registries()[0] and name != "eager" and (not has_attention or "/" not in name):  # a hub's
         raise ArgumentError(f"switch: transformers has no attention {name!r}, only {sorted(_registries()[0])}")
     outer = model_parts.outermost(model.modules()) or model
     ended = Changes()
@@ -221,13 +221,14 @@ class _Config:
         return getattr(self._config, name)
 
 
-class _PackedMask:
-    """A mask of packed documents, which attention computes one by one.
+class _MadeMask:
+    """What a mask that ``make_mask`` has made stands for.
 
     Attributes:
-        documents: global starts, of each row.
-        arguments: of the function that makes a mask; none for a causal one.
-        masks: made so far, by rows and positions.
+        documents: global starts, of each row, of packed documents, which attention computes one by one: the mask
+            itself has no memory. Empty for a mask that is one.
+        arguments: of the function that makes the masks of documents; none for causal ones.
+        masks: of documents, made so far, by rows and positions.
     """
 
     def __init__(self, documents: list[list[int]], arguments: dict[str, Any]) -> None:
@@ -287,9 +288,10 @@ class _Implementation(Registration):
             out = ulysses.to_sequence(out, exchange.out, group, exchange.names)
         return out, None
 
-    def _packed(self, module: Any, mask: Any, kwargs: dict[str, Any]) -> "_PackedMask | None":
+    def _packed(self, module: Any, mask: Any, kwargs: dict[str, Any]) -> _MadeMask | None:
         """Return the documents that a mask of ours stands for, or those of position_ids; None for one document."""
-        packed = marked(mask, DOCUMENTS)
+        made = marked(mask)
+        packed = made if made is not None and made.documents else None
         notes = noted(kwargs.get("position_ids"), f"{self.name}: {type(module).__name__}")
         if packed is not None or notes is None or notes.documents is None:
             return packed
@@ -300,10 +302,10 @@ class _Implementation(Registration):
                 f"{self.name}: {type(module).__name__} has a mask of its own, and packed documents; give its model to "
                 "switch()"
             )
-        return _PackedMask(notes.documents, {})
+        return _MadeMask(notes.documents, {})
 
     def _by_documents(
-        self, module: Any, tensors: tuple[Tensor, ...], packed: "_PackedMask", kwargs: dict[str, Any]
+        self, module: Any, tensors: tuple[Tensor, ...], packed: _MadeMask, kwargs: dict[str, Any]
     ) -> Tensor:
         """Attend to all positions of every document by itself: q, k, v ``[b, heads, S, d]`` to ``[b, S, heads, d]``.
 
@@ -336,7 +338,7 @@ class _Implementation(Registration):
         module: Any,
         tensors: tuple[Tensor, ...],
         starts: list[int],
-        packed: "_PackedMask",
+        packed: _MadeMask,
         kwargs: dict[str, Any],
     ) -> Tensor:
         """Attend to every document of rows that are packed alike."""
@@ -410,10 +412,10 @@ class _Implementation(Registration):
                 f"{self.name}: attention mask {list(mask.shape)} is not one of all {positions} positions, the same for "
                 "all heads; shard_batch makes one"
             )
-        window, is_made = kwargs.get("sliding_window"), is_compiling() or marked(mask, MADE)
-        if mask.shape[0] != query.shape[0] and (mask.shape[0] != 1 or mask.dim() == 2 or marked(mask, MADE)):
+        window, is_made = kwargs.get("sliding_window"), marked(mask) is not None
+        if mask.shape[0] != query.shape[0] and (mask.shape[0] != 1 or mask.dim() == 2 or is_made):
             raise ShapeError(f"{self.name}: attention mask {list(mask.shape)} for {query.shape[0]} rows")
-        if window is not None and window < positions and not is_made:
+        if window is not None and window < positions and not (is_made or is_compiling()):
             raise UnsupportedError(f"{self.name}: a 4-D mask of the caller has no sliding window")
 
     def make_mask(
@@ -434,7 +436,7 @@ class _Implementation(Registration):
             # Of the shape that layers expect, without its memory; whoever attends by it gets NaN.
             mask = torch.zeros((), dtype=torch.bool, device=kwargs.get("device"))
             mask = mask.expand(batch_size, 1, positions, positions)
-            mark(mask, DOCUMENTS, _PackedMask(documents, kwargs))
+            mark(mask, _MadeMask(documents, kwargs))
             return mask
         if attention_mask is not None and attention_mask.shape[-1] != positions:
             raise ShapeError(
@@ -454,5 +456,5 @@ class _Implementation(Registration):
         # All queries and all keys, both from position 0 on.
         mask = self.inner_mask(batch_size, positions, positions, 0, 0, attention_mask=attention_mask, **kwargs)
         if isinstance(mask, Tensor) and not is_compiling():
-            mark(mask, MADE, True)  # on its storage, which slices share
+            mark(mask, _MadeMask([], {}))  # on its storage, which slices share
         return mask
