@@ -7,22 +7,26 @@ import inspect
 import io
 import re
 import sys
+import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from caches import caches
 from jobs import run_job
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from tritoncomm.errors import UnsupportedError
-from tritoncomm.integrations import changes, recurrent_layers, rotary_tables
+from tritoncomm.integrations import changes, recurrent_layers, rotary_tables, switching
 from tritoncomm.integrations import transformers as ours
 from tritoncomm.integrations.changes import Change, Changes
 
@@ -259,3 +263,150 @@ def test_no_cache_has_a_group_or_a_module_among_its_keys() -> None:
     assert len(keys) > 60
     kept = r"ProcessGroup|\bModel\b|(?<!type\[)torch\.nn\.modules\.module\.Module"
     assert [name for name, signature in keys.items() if re.search(kept, signature)] == []
+
+
+@has_transformers
+@pytest.mark.ranks(2)
+def test_a_model_that_is_switched_back_is_judged_again(group: ProcessGroup) -> None:
+    """``set_attn_implementation`` gives it the attention alone: not the functions, nor the tables."""
+    from tiny_models import tiny  # imports transformers
+
+    model, batch = tiny("qwen3_next"), {"input_ids": torch.arange(3, 19)[None]}
+    name = ours.register(group)
+    try:
+        ours.switch(model, name)
+        model(**ours.shard_batch(batch, group))
+        ours.switch(model, "sdpa")
+        model.set_attn_implementation(name)
+        with pytest.raises(UnsupportedError, match="linear_attention are not known to be right"):
+            model(**ours.shard_batch(batch, group))
+    finally:
+        ours.unregister()
+
+
+@has_transformers
+@pytest.mark.ranks(2)
+def test_a_part_of_a_switched_model_is_not_switched(group: ProcessGroup) -> None:
+    """The whole would compute over shards without its hooks, or with attention alone."""
+    from tiny_models import tiny  # imports transformers
+
+    model, other, ids = tiny("llama"), tiny("llama"), torch.arange(3, 19)[None]
+    other.model = model.model
+    name = ours.register(group)
+    try:
+        ours.switch(model, name)
+        wanted = model(**ours.shard_batch({"input_ids": ids}, group)).logits
+        for part in (model.model, other):
+            with pytest.raises(UnsupportedError, match="is a part of a model that was switched to"):
+                ours.switch(part, "sdpa")
+        assert torch.equal(model(**ours.shard_batch({"input_ids": ids}, group)).logits, wanted)
+        ours.switch(model, "sdpa")
+        ours.switch(model.model, name)
+        ours.switch(model, "sdpa")
+        assert list(switching.switches_of(model)) == []
+    finally:
+        ours.unregister()
+
+
+@has_transformers
+@pytest.mark.ranks(2)
+def test_a_model_that_was_switched_for_one_rank(group: ProcessGroup) -> None:
+    from tiny_models import tiny  # imports transformers
+
+    model, batch = tiny("llama"), {"input_ids": torch.arange(3, 19)[None]}
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # a sequence group of one rank of two
+            name = ours.register(alone)
+        ours.switch(model, name)
+        ours.unregister()
+        ours.register(group)
+        with pytest.raises(UnsupportedError, match="was switched for one rank; call switch"):
+            model(**ours.shard_batch(batch, group))
+        ours.switch(model, name)
+        model(**ours.shard_batch(batch, group))
+    finally:
+        ours.unregister()
+        dist.destroy_process_group(alone)
+
+
+@has_transformers
+@pytest.mark.ranks(2)
+def test_a_text_model_with_another_attention(group: ProcessGroup) -> None:
+    """Recurrent layers would compute over shards, and attention alone."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    text = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96, "linear_num_key_heads": 2}
+    text |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    model: Any = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision)).eval()
+    batch = {"input_ids": torch.arange(3, 19)[None]}
+    name = ours.register(group)
+    try:
+        for part, attention in ((model, {"text_config": "sdpa"}), (model.model.language_model, "sdpa")):
+            ours.switch(model, name)
+            model(**ours.shard_batch(batch, group))
+            part.set_attn_implementation(attention)
+            with pytest.raises(UnsupportedError, match=r"and its text model 'sdpa'; call switch\(model, name\)"):
+                model(**ours.shard_batch(batch, group))
+    finally:
+        ours.unregister()
+
+
+class WithLock(nn.Linear):
+    """Owner of a hook that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.lock = threading.Lock()
+
+    def hook(self, *_: Any) -> None:
+        """Do nothing."""
+
+
+@has_transformers
+@pytest.mark.ranks(2)
+def test_copies(group: ProcessGroup) -> None:
+    """A copied layer takes no hooks of others along; a model is copied also after an interrupt."""
+    from tiny_models import tiny  # imports transformers
+
+    model, batch = tiny("qwen3_next"), {"input_ids": torch.arange(3, 19)[None], "labels": torch.arange(3, 19)[None]}
+    name = ours.register(group)
+    try:
+        ours.switch(model, name)
+        with pytest.raises(KeyboardInterrupt), mock.patch.object(type(model), "loss_function", interrupted):
+            model(**ours.shard_batch(batch, group))
+        copied = copy.deepcopy(model)
+        loss = model(**ours.shard_batch(batch, group)).loss
+        assert torch.equal(copied(**ours.shard_batch(batch, group)).loss, loss)
+        handle = model.register_forward_hook(WithLock().hook)
+        layer = copy.deepcopy(model.model.layers[0])
+        assert [switch.name for switch in switching.switches_of(layer)] == [name]
+        handle.remove()
+        for each in (copied, model):
+            ours.switch(each, "sdpa")
+            assert switching.switches_of(each) == []
+    finally:
+        ours.unregister()
+
+
+def interrupted(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@has_transformers
+@pytest.mark.ranks(2)
+def test_a_compiled_model_is_switched(group: ProcessGroup) -> None:
+    from tiny_models import tiny  # imports transformers
+
+    model, batch = tiny("llama"), {"input_ids": torch.arange(3, 19)[None]}
+    compiled: Any = torch.compile(model, backend="eager")
+    try:
+        ours.switch(compiled, ours.register(group))
+        wanted = model(**ours.shard_batch(batch, group)).logits
+        assert torch.equal(compiled(**ours.shard_batch(batch, group)).logits, wanted)
+        ours.switch(compiled, "sdpa")
+        assert switching.switches_of(model) == []
+    finally:
+        ours.unregister()

@@ -294,6 +294,17 @@ def run_restored(group: ProcessGroup) -> None:
     fsdp2.restore(model)
     assert [each._reduce_scatter_comm for each in groups] == before
     assert not any("post_backward" in vars(each) for each in groups)
+    # Somebody else's between two of ours; and one that calls ours, which sums in fp32 once it is restored.
+    fsdp2.use(model)
+    inner = groups[0]._reduce_scatter_comm
+    for module in (m for m in model.modules() if isinstance(m, FSDPModule)):
+        module.set_custom_reduce_scatter(before[0])
+    fsdp2.use(model)
+    fsdp2.restore(model)
+    assert not any("post_backward" in vars(each) for each in groups)
+    for each, comm in zip(groups, before, strict=True):
+        each._reduce_scatter_comm = comm
+    groups[0]._reduce_scatter_comm = inner
     plain = train(model, rank, 2, first=1)
     other = sharded(mesh)
     train(other, rank, 3)

@@ -548,7 +548,11 @@ def test_what_would_be_wrong_is_refused(group: ProcessGroup) -> None:
             model(**batch, use_cache=True)
         layer = model.model.layers[0].linear_attn
         replaced = mock.patch.object(layer, "forward", lambda hidden_states, **_: hidden_states)  # as a kernel's layer
-        with replaced, pytest.raises(UnsupportedError, match=r"Qwen3NextGatedDeltaNet called none of causal_conv1d_fn"):
+        with replaced, pytest.raises(UnsupportedError, match=r"Qwen3NextGatedDeltaNet did not call causal_conv1d_fn"):
+            model(**batch)
+        module = sys.modules[type(layer).__module__]
+        theirs = mock.patch.object(module, "causal_conv1d_fn", inspect.unwrap(module.causal_conv1d_fn))
+        with theirs, pytest.raises(UnsupportedError, match=r"did not call causal_conv1d_fn as switch\(\) left it"):
             model(**batch)
         assert model(**batch).logits.shape == (1, LENGTH // 2, 96)
     finally:

@@ -382,6 +382,19 @@ class Sum(Mean):
         return loss * count / (kwargs.get("num_items_in_batch") or count)
 
 
+class Reduced:
+    """Losses of which two objects share the function."""
+
+    def __init__(self, reduction: str) -> None:
+        self.reduction = reduction
+
+    def loss(self, logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        labels = kwargs.get("shift_labels", nn.functional.pad(labels, (0, 1), value=-100)[:, 1:])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=self.reduction)
+        is_mean = self.reduction == "mean"
+        return loss / (1 if is_mean else (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
 @pytest.mark.ranks(1, 2)
 def test_loss_functions(group: ProcessGroup) -> None:
     """One is tried on four tokens: of twice the tokens the loss is twice as large, whatever is called labels."""
@@ -408,12 +421,13 @@ def test_loss_functions(group: ProcessGroup) -> None:
         (lambda *args, **kwargs: ours_of.ForCausalLMLoss(*args, **kwargs), ""), (Mean(), f"Mean, {no_sum}"),
         (unshifted, f"unshifted, {no_sum}"), (ours_of.ForMaskedLMLoss, f"ForMaskedLMLoss, {no_sum}"),
         (broken, "broken, which raises AssertionError for four tokens: other tokens"),
+        (Reduced("sum").loss, ""), (Reduced("mean").loss, f"loss, {no_sum}"), (Reduced("sum").loss, ""),
     ]  # fmt: skip
     for function, words in functions:
         model = made(library().LlamaForCausalLM)
         model.loss_function = function
         run(group, model, model, words and f"LlamaForCausalLM has the loss {words}")
-        assert model.loss_function is function, function
+        assert model.loss_function == function, function
 
 
 class Around(nn.Module):

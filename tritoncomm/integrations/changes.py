@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, MutableMapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from torch._guards import CompileContext
+
 from tritoncomm.errors import UnsupportedError
 
 __all__ = ["Change", "Changes", "outdated", "outdated_end", "release", "settle", "share"]
@@ -160,7 +162,8 @@ class _SharedAttribute:
 
     def _lose(self, owner: "weakref.ref[Any]") -> None:
         self._owners.discard(owner)
-        self.settle()
+        if CompileContext.try_get() is None:  # a graph that is traced right now may have read ours; `settle` comes
+            self.settle()
 
 
 _shared: dict[tuple[str, str], _SharedAttribute] = {}  # by module and name

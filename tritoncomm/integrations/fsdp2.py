@@ -70,18 +70,24 @@ class _ReduceScatter:
     """FSDP2's ``ReduceScatter`` over a 16-bit wire, put into a parameter group.
 
     Attributes:
-        changes: of the parameter group.
+        is_on: until ``undo``; somebody else's, around this one, may call it still.
         options: of the last ``use``.
         is_accumulated: a backward since the last call has added to gradients in fp32 without reducing them.
     """
 
     def __init__(self, group: Any, options: _Options) -> None:
-        self.changes, self.options, self.is_accumulated = Changes(), options, False
+        self.is_on, self.options, self.is_accumulated = True, options, False
         self._group, self._before, self._post_backward = group, group._reduce_scatter_comm, group.post_backward
-        with self.changes:
-            self.changes.set_attribute(group, "_reduce_scatter_comm", self)
+        self._changes = Changes()
+        with self._changes as changes:
+            changes.set_attribute(group, "_reduce_scatter_comm", self)
             # TODO: delete when FSDP2 tells its ReduceScatter the dtype of the gradients in the buffer.
-            self.changes.set_attribute(group, "post_backward", self.post_backward)
+            changes.set_attribute(group, "post_backward", self.post_backward)
+
+    def undo(self) -> None:
+        """Give the parameter group what it had."""
+        self.is_on = False
+        self._changes.undo()
 
     def post_backward(self, *unused: Any) -> None:
         """Run FSDP2's, and note a backward that leaves gradients in fp32 instead of reducing them."""
@@ -101,7 +107,7 @@ class _ReduceScatter:
         is_accumulated, self.is_accumulated = self.is_accumulated, False
         # May have changed: FSDP2 looks at it late, too.
         computed = self._group.mp_policy.param_dtype or self._group._orig_dtype
-        if computed is not wire or (is_accumulated and not round_accumulated):
+        if not self.is_on or computed is not wire or (is_accumulated and not round_accumulated):
             return self._sum_before(output_tensor, input_tensor, group, op, async_op)
         op, scale = _op_and_scale(op)
         result = collective.reduce_scatter(
@@ -168,10 +174,10 @@ def use(
     with Changes() as changes:
         for _, _, group in found:
             comm = group._reduce_scatter_comm
-            if isinstance(comm, _ReduceScatter):
+            if isinstance(comm, _ReduceScatter) and comm.is_on:
                 changes.set_attribute(comm, "options", options)
             else:
-                changes.add(_ReduceScatter(group, options).changes.undo)
+                changes.add(_ReduceScatter(group, options).undo)
     grouped = [module for _, module, _ in found]
     paths = tuple(path or "model" for path, module in model.named_modules() if module in grouped)
     replicates = any(group.mesh_info.replicate_mesh_dim is not None for _, _, group in found)
@@ -191,11 +197,15 @@ def restore(model: nn.Module) -> None:
 
 
 def _restore(group: Any) -> None:
-    """Take ours out of a parameter group."""
-    watching = getattr(vars(group).get("post_backward"), "__self__", None)  # also where somebody has replaced the sum
-    for comm in (group._reduce_scatter_comm, watching):
-        if isinstance(comm, _ReduceScatter):
-            comm.changes.undo()
+    """Take ours out of a parameter group: several, where somebody has put one between them."""
+    past: list[Any] = []
+    while True:
+        watcher = getattr(vars(group).get("post_backward"), "__self__", None)
+        comms = [x for x in (group._reduce_scatter_comm, watcher) if isinstance(x, _ReduceScatter) and x not in past]
+        if not comms:
+            return
+        past.append(comms[0])
+        comms[0].undo()
 
 
 # TODO: parameter groups are private in torch 2.11 to 2.13, and nothing public says what a policy or a comm is.

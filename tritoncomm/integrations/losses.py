@@ -27,7 +27,8 @@ NO_LABELS = (
     "{label}: {problem}; here the loss has to be one sum over labels, which shards add up to. Leave labels out, and "
     "compute the loss from the logits of each position"
 )
-_sums: "WeakKeyDictionary[Any, bool]" = WeakKeyDictionary()  # whether a loss function of somebody's is a sum
+# Whether a loss function of somebody's is a sum: by the object that has it, and its function where it is a method.
+_sums: "WeakKeyDictionary[Any, dict[Any, bool]]" = WeakKeyDictionary()
 
 
 class LossCall(NamedTuple):
@@ -61,6 +62,9 @@ class _WatchedLoss:
         # A property of transformers warns where it is read, of models without a loss, too.
         self._function: Any = model.loss_function if _attribute(model) == "loss_function" else None
         self.calls: list[LossCall] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "calls": []}  # an interrupt may have left them, with their graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         function: Any = self._function
@@ -279,15 +283,16 @@ def _is_sum(call: LossCall) -> bool:
 
 def _wrong_function(call: LossCall) -> str | None:
     """Return the name of a loss function that is no sum over labels, with the reason; or None."""
-    function = getattr(call.function, "__func__", call.function)  # a method is another object in every call
-    name = getattr(function, "__name__", type(function).__name__)
-    if function not in _sums:
+    holder = getattr(call.function, "__self__", call.function)
+    function = getattr(call.function, "__func__", None)  # a method is another object in every call
+    name = getattr(call.function, "__name__", type(call.function).__name__)
+    if function not in _sums.setdefault(holder, {}):
         try:
-            _sums[function] = _is_sum(call)
+            _sums[holder][function] = _is_sum(call)
         except Exception as error:  # whatever it raises, nobody knows whether it is a sum
             return f"{name}, which raises {type(error).__name__} for four tokens: {error}"
     reason = "which is no sum over shift_labels, divided by num_items_in_batch"
-    return None if _sums[function] else f"{name}, {reason}"
+    return None if _sums[holder][function] else f"{name}, {reason}"
 
 
 def _is_replaced(owner: nn.Module) -> bool:

@@ -21,8 +21,8 @@ from tritoncomm.integrations import rotary_tables
 
 __all__ = [
     "PROMPTS", "ROUTER_LOSS", "called", "callers", "counts_unpadded", "has_attention", "language_parts",
-    "learns_prompts", "needs_switch", "outermost", "outputs_of", "towers", "unknown_part", "wrong_attention",
-    "wrong_part",
+    "learns_prompts", "needs_switch", "outermost", "outputs_of", "text_config", "towers", "unknown_part",
+    "wrong_attention", "wrong_part",
 ]  # fmt: skip
 
 _ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
@@ -52,7 +52,7 @@ def wrong_part(model: Any, attention: str, sharded: bool, served: Collection[nn.
     if sharded and any(_reads_sequence(module) for module in model.modules()):
         return "its adapters of peft look at the whole sequence (aLoRA, Lily), and would see a shard; use LoRA"
     model = outermost(model.modules()) or model
-    config, parts = _text_config(model.config), language_parts(model)
+    config, parts = text_config(model.config), language_parts(model)
     kinds = [type(module) for module in parts]
     if attention == "sdpa" and not getattr(model, "_supports_sdpa", True) and _calls_registry(kinds):
         return "transformers says that it does not support 'sdpa'"
@@ -100,7 +100,7 @@ def unknown_part(model: Any) -> str | None:
     if not any(_BY_TOKEN.fullmatch(name) for name in names):
         outputs = " or ".join(names) or "nothing that its annotation names"
         return f"its forward returns {outputs}, of which it is not known that it has one result for each position"
-    if _kinds(_text_config(model.config)):
+    if _kinds(text_config(model.config)):
         return None
     # Only attention that calls transformers' registry may mix positions, and the source has to show it.
     if not _calls_registry([type(module) for module in language_parts(model)]):
@@ -113,7 +113,7 @@ def wrong_attention(module: Any, sharded: bool) -> str | None:
     config = getattr(module, "config", None)
     problem = _wrong_source([type(module)])
     if problem is None and sharded and config is not None:
-        problem = _wrong_kinds(_text_config(config), module, ())
+        problem = _wrong_kinds(text_config(config), module, ())
     if problem is None and sharded:
         classes = vars(sys.modules.get(type(module).__module__, ModuleType(""))).values()
         if any(isinstance(kind, type) and vars(kind).get("_is_stateful") is True for kind in classes):
@@ -121,7 +121,7 @@ def wrong_attention(module: Any, sharded: bool) -> str | None:
     return problem
 
 
-def _text_config(config: Any) -> Any:
+def text_config(config: Any) -> Any:
     """Return the config of the text model in a config of several models, or the config itself."""
     get = getattr(config, "get_text_config", None)
     return config if get is None else get(decoder=True)

@@ -87,7 +87,7 @@ class _Layer:
         functions: over their shards, by the original, for all layers of the group.
         notes: of its batch.
         outer: forward of another layer that this one runs in.
-        calls: of functions of the table by the layer.
+        called: functions of the table that the layer has called, by name.
         is_exchanged: whether one of them runs, which may call another one of ours.
     """
 
@@ -100,7 +100,8 @@ class _Layer:
         outer: "_Layer | None",
     ) -> None:
         self.module, self.group, self.functions, self.notes, self.outer = ref(module), group, functions, notes, outer
-        self.calls, self.is_exchanged = 0, False
+        self.called: set[str] = set()
+        self.is_exchanged = False
 
 
 class _Running(threading.local):
@@ -304,7 +305,7 @@ def _over_shards(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         if name in _FUSED:
             return None
-        layer.calls += 1
+        layer.called.add(name)
         # Models hand all keywords down, as position_ids; boundaries of documents would be those of a shard.
         kwargs = {key: x for key, x in kwargs.items() if key in parameters or not isinstance(x, Tensor)}
         functions = {} if is_compiling() else layer.functions
@@ -397,14 +398,15 @@ def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
 
 
 def exit_layer(layer: nn.Module, result: Any, name: str) -> None:
-    """Close the scope; reject a forward that called none of the functions, and so computed a shard alone."""
+    """Close the scope; reject a forward that called not all of its functions, and so computed a shard alone."""
     running = _running.layer
     if running is None or running.module() is not layer:
         return
     _running.layer = running.outer
-    if not running.calls and result is not None and not is_compiling():  # it is None where the forward has raised
+    if result is None or is_compiling():  # it is None where the forward has raised
+        return
+    if names := [function for function in functions_of(type(layer)) if function not in running.called]:
         raise UnsupportedError(
-            f"{name}: {type(layer).__name__} called none of {', '.join(functions_of(type(layer)))}, "
-            "as if a kernel replaced the whole layer, and a shard alone gives other numbers; load the model without "
-            "kernels"
+            f"{name}: {type(layer).__name__} did not call {', '.join(names)} as switch() left it, as if a kernel took "
+            "its place, and a shard alone gives other numbers; load the model without kernels, or call switch() again"
         )

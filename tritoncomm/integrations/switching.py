@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from tritoncomm.integrations import losses, model_parts, recurrent_layers, rotar
 from tritoncomm.integrations.batch_notes import BatchNotes, noted
 from tritoncomm.integrations.changes import Changes, outdated, outdated_end
 
-__all__ = ["Registration", "Switch", "check_bidirectional", "registered", "remove_outdated", "switches_of"]
+__all__ = ["Registration", "Switch", "check_bidirectional", "registered", "remove_unused", "switches_of"]
 
 
 class Registration:
@@ -37,7 +37,8 @@ class Registration:
         self.group, self.name, self.attention, self.own_positions = group, name, attention, own_positions
         self.functions: dict[Any, Callable[..., Any]] = {}
         self.changes = Changes()
-        self.judged: WeakSet[Any] = WeakSet()  # modules of models that were found right
+        # Modules of models that were found right, as long as the switch is on that it took; None for none.
+        self.judged: WeakKeyDictionary[Any, Switch | None] = WeakKeyDictionary()
         self.checked: WeakSet[Any] = WeakSet()  # those without positions, in a model that checks the batch
 
     def check_positions(self, module: Any, position_ids: Any) -> None:
@@ -65,7 +66,7 @@ _OUTDATED = {"tritoncomm_registered", "tritoncomm_rotary"}  # attributes
 class Switch:
     """Owner of what a model has for one name of ``register``: hooks, which are its methods, and functions.
 
-    The hooks refer to it, and it to them, so that a copy of the model, or one that was saved, has a Switch of its own.
+    The hooks refer to it, so that a copy of the model, or one that was saved, has a Switch of its own.
 
     Attributes:
         name: in ``register``.
@@ -82,6 +83,8 @@ class Switch:
         """
         parts = model_parts.language_parts(outer)
         self.name, self.has_attention, self.is_on = name, has_attention, True
+        self._is_sharded = registered[name].group.size() > 1
+        self._is_composite = model_parts.text_config(outer.config) is not outer.config
         self._is_causal = all(getattr(module, "is_causal", True) for module in parts)
         self._counting = model_parts.counts_unpadded(outer)
         layers = recurrent_layers.recurrent_layers(outer)
@@ -97,13 +100,46 @@ class Switch:
                     self._changes.add(handle.remove)
 
     def undo(self) -> None:
-        """Remove the hooks, and give up the functions."""
+        """Remove the hooks, and give up the functions; those of a copy are removed by ``remove_unused``."""
         self.is_on = False
-        self._changes.undo()
+        ended = Changes()
+        ended.add(self._changes.undo)
+        if self.functions is not None:
+            ended.add(self.functions.release)
+        ended.undo()
 
     def is_active(self, model: Any) -> bool:
-        """Whether a model still computes over shards by this switch: not after ``set_attn_implementation``."""
-        return self.is_on and (not self.has_attention or model.config._attn_implementation == self.name)
+        """Whether a model still computes over shards by this switch: not after ``set_attn_implementation``.
+
+        Raises:
+            UnsupportedError: that has changed a part of the model.
+        """
+        if not self.is_on or not self.has_attention:
+            return self.is_on
+        name = model.config._attn_implementation
+        of_text = model_parts.text_config(model.config)._attn_implementation if self._is_composite else name
+        if name != of_text and self.name in (name, of_text):
+            raise UnsupportedError(
+                f"{self.name}: {type(model).__name__} has the attention {name!r}, and its text model {of_text!r}; call "
+                "switch(model, name) with the whole model"
+            )
+        return name == self.name
+
+    def belongs_to(self, model: nn.Module) -> bool:
+        """Whether a model contains the one that was switched."""
+        return any(
+            _function_of(hook) == self._check_batch
+            for module in model.modules()
+            for hook in module._forward_pre_hooks.values()
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of one layer would take the hooks of all others along. A hook has the number of its handle.
+        return {**vars(self), "_changes": Changes(), "next_hook": RemovableHandle.next_id}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        RemovableHandle.next_id = max(RemovableHandle.next_id, state.pop("next_hook"))
+        vars(self).update(state)
 
     def _hook(self, outer: Any, parts: list[nn.Module], layers: list[nn.Module]) -> Iterator[RemovableHandle]:
         """Add hooks where a batch comes in: to the outermost model, to those in it, and to layers that need it."""
@@ -111,8 +147,7 @@ class Switch:
             yield layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True)
             # Also if the forward raises, or is stopped by a checkpoint that has recomputed enough.
             yield layer.register_forward_hook(self._exit_layer, always_call=True)
-        is_sharded = registered[self.name].group.size() > 1
-        for table in rotary_tables.by_largest(parts) if is_sharded else ():
+        for table in rotary_tables.by_largest(parts) if self._is_sharded else ():
             yield table.register_forward_pre_hook(self._append_largest, with_kwargs=True)
             yield table.register_forward_hook(self._cut_largest)
         yield outer.register_forward_pre_hook(self._check_batch, with_kwargs=True)
@@ -154,6 +189,8 @@ class Switch:
         names = recurrent_layers.parameters_of(type(model))
         arguments = dict(zip(names, args, strict=False)) | kwargs
         ours, positions = registered[self.name], arguments.get("position_ids")
+        if ours.group.size() > 1 and not self._is_sharded:
+            raise UnsupportedError(f"{label} was switched for one rank; call switch(model, {self.name!r}) again")
         notes = noted(positions, label)
         if ours.group.size() == 1 and notes is None:
             return None  # one rank has all positions, whoever made the batch
@@ -260,17 +297,23 @@ def switches_of(model: nn.Module) -> list[Switch]:
     return list(switches.values())
 
 
-def remove_outdated(modules: Iterable[nn.Module]) -> None:
-    """Remove the hooks and attributes that an earlier release left in a model that was saved."""
+def remove_unused(modules: Iterable[nn.Module]) -> None:
+    """Remove hooks of switches that are not on, and hooks and attributes of an earlier release in a saved model."""
     for module in modules:
         before = module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
-        behind = module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called
-        for hooks, *flags in (before, behind):
-            for key in [key for key, hook in hooks.items() if _function_of(hook) in (outdated, outdated_end)]:
+        after = module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called
+        for hooks, *flags in (before, after):
+            for key in [key for key, hook in hooks.items() if _is_unused(_function_of(hook))]:
                 for entries in (hooks, *flags):
                     entries.pop(key, None)
         for name in _OUTDATED & vars(module).keys():
             delattr(module, name)
+
+
+def _is_unused(function: Any) -> bool:
+    """Whether nobody needs a hook."""
+    owner = getattr(function, "__self__", None)
+    return function in (outdated, outdated_end) or (isinstance(owner, Switch) and not owner.is_on)
 
 
 def _function_of(hook: Any) -> Any:

@@ -32,7 +32,7 @@ from tritoncomm.integrations.switching import (
     check_bidirectional,
     registered,
     registration,
-    remove_outdated,
+    remove_unused,
     switches_of,
 )
 from tritoncomm.ulysses import dropout_by_rank
@@ -49,6 +49,7 @@ _TAKEN = frozenset(
 _NOT_IN_A_NAME = ("flash", "/", "|")  # transformers takes such names for implementations of its own or of a hub
 _begin = _check_call = _refuse_tower = _watch = outdated  # in models that were saved
 _check_loss, _Untraced = outdated_end, Untraced
+_UNKNOWN: Any = object()
 
 
 def register(
@@ -111,6 +112,7 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
             other numbers over shards: a state or a convolution that crosses them, positions or a mask of its own, a
             loss or noise that knows the length; or it is not known to have none.
     """
+    model = dict(model.named_children()).get("_orig_mod", model) if isinstance(model, torch.nn.Module) else model
     if not hasattr(model, "set_attn_implementation"):
         raise ArgumentError(f"switch: needs a model of transformers, not {type(model).__name__}")
     ours = registered.get(name)
@@ -124,6 +126,12 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
     if name not in _registries()[0] and name != "eager" and (not has_attention or "/" not in name):  # a hub's
         raise ArgumentError(f"switch: transformers has no attention {name!r}, only {sorted(_registries()[0])}")
     outer = model_parts.outermost(model.modules()) or model
+    owners = [owner for owner in switches_of(model) if owner.is_on]
+    if not all(owner.belongs_to(model) for owner in owners):
+        raise UnsupportedError(
+            f"switch: {type(model).__name__} is a part of a model that was switched to {owners[0].name!r}; give that "
+            "one to switch()"
+        )
     ended = Changes()
     with Changes() as configs:  # which stay copied: somebody may have changed them since
         _set_attention(configs, model, name, has_attention)
@@ -134,13 +142,15 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
             )
         if unknown is not None:
             warnings.warn(f"switch: {type(model).__name__}: {unknown}: runs unverified over shards", stacklevel=2)
-        for earlier in switches_of(model):
-            ended.add(earlier.undo)
         if ours is not None:
-            Switch(model, outer, name, has_attention)
-            ours.judged.update(model.modules())
-    ended.add(lambda: remove_outdated(model.modules()))
+            added = Switch(model, outer, name, has_attention)
+            configs.add(added.undo)
+            ours.judged.update(dict.fromkeys(model.modules(), added))
+    # From the last to the first: what raises keeps none from running.
+    ended.add(lambda: remove_unused(model.modules()))
     ended.add(lambda: losses.forget(model.modules()))
+    for owner in owners:
+        ended.add(owner.undo)
     ended.undo()
 
 
@@ -257,8 +267,10 @@ class _Implementation(Registration):
     ) -> tuple[Tensor, None]:
         """Attend: q, k, v ``[b, heads, s, d]`` of this rank's positions in, ``[b, s, heads, d]`` of them out."""
         group, groups = self.group, getattr(module, "num_key_value_groups", 1)
-        if not is_compiling() and module not in self.judged:
-            self._judge(module)
+        if not is_compiling():
+            judged = self.judged.get(module, _UNKNOWN)
+            if judged is _UNKNOWN or (judged is not None and not judged.is_on):
+                self._judge(module)
         if group.size() > 1 and not self.own_positions:
             self._check_layer(module, kwargs.get("position_ids"))
         is_causal = kwargs.get("is_causal")
@@ -368,19 +380,20 @@ class _Implementation(Registration):
 
     def _judge(self, module: Any) -> None:
         """Reject an attention of a model that was not given to ``switch``: by its model, or its config and file."""
-        model, sharded = model_parts.called(), self.group.size() > 1
+        model, sharded, owner = model_parts.called(), self.group.size() > 1, None
+        self.checked.discard(module)
         if model is None:
             problem = model_parts.wrong_attention(module, sharded)
         else:
             # Also a copy of a model that switch got.
-            is_switched = any(found.name == self.name and found.is_on for found in switches_of(model))
-            served = recurrent_layers.recurrent_layers(model) if is_switched else ()
+            owner = next((x for x in switches_of(model) if x.name == self.name and x.is_on), None)
+            served = () if owner is None else recurrent_layers.recurrent_layers(model)
             problem = model_parts.wrong_part(model, self.attention, sharded, served)
-            if problem is None and sharded and not is_switched:
+            if problem is None and sharded and owner is None:
                 problem = model_parts.needs_switch(model)
         if problem is not None:
             raise UnsupportedError(f"{self.name}: {type(model or module).__name__}: {problem}")
-        self.judged.add(module)
+        self.judged[module] = owner
 
     def _check(self, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
         """Reject arguments, a cache or a mask that ``attention`` cannot take once all positions are exchanged."""

@@ -41,8 +41,10 @@ def register(name: str = NAME) -> str:
     implementations, kind = _transformers().EPImplementationInterface(), _implementation()
     if name in implementations and implementations[name] is not kind:
         raise ArgumentError(f"register: transformers has an implementation {name!r}; pass another name")
-    with _added.setdefault(name, Changes()) as added:
-        added.set_entry(type(implementations)._global_mapping, name, kind)
+    if name not in _added or name not in implementations:
+        with Changes() as added:
+            added.set_entry(type(implementations)._global_mapping, name, kind)
+            _added[name] = added
     return name
 
 
