@@ -165,8 +165,9 @@ MUTATIONS = (
         "tests/debug/test_replicas.py tests/tensor/test_training.py",
     ),
     Mutation(
-        "transformers: a batch that is not sharded passes", "tritoncomm/integrations/transformers.py",
-        "        if notes is None:\n", "        if notes == 0:\n", "tests/integrations/test_transformers.py",
+        "transformers: a batch that is not sharded passes", "tritoncomm/integrations/switching.py",
+        "        if notes is None:\n            raise", "        if notes == 0:\n            raise",
+        "tests/integrations/test_transformers.py",
     ),
     Mutation(
         "tables read the memory of tensors with lazy bits", "tritoncomm/core/ops.py",

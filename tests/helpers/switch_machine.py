@@ -1,4 +1,4 @@
-"""Drawn sequences of changes to models of transformers and FSDP2, with exceptions planted in them; all of it undone.
+"""Drawn sequences of changes to models of transformers, FSDP2 and Megatron, with exceptions in them; all undone.
 
 Two ranks of the fake backend: what is compared are owners, attributes, hooks, functions, registries and groups.
 """
@@ -6,8 +6,11 @@ Two ranks of the fake backend: what is compared are owners, attributes, hooks, f
 import builtins
 import copy
 import gc
+import importlib
+import importlib.util
 import io
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -20,7 +23,14 @@ import torch.distributed as dist
 from caches import caches, kept_by
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from tiny_models import tiny
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,6 +50,7 @@ __all__ = ["draw"]
 
 FAMILIES = ("qwen3_next", "qwen3_next", "mamba2")
 NAMES = ("first", "second")
+HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 REGISTRIES = ALL_ATTENTION_FUNCTIONS._global_mapping, ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
 
 
@@ -107,11 +118,12 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 def shared_state() -> dict[Any, int]:
     """Functions of the modules of models, and entries of registries, by identity."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]
-    holders = [*map(vars, filter(None, modules)), *REGISTRIES]
+    folders = ("transformers.models.", "megatron.core.")
+    holders = {name: vars(module) for name, module in sys.modules.items() if name.startswith(folders)}
+    holders |= dict(zip(("attentions", "masks"), REGISTRIES, strict=True))
     return {
-        (index, name): id(value)
-        for index, holder in enumerate(holders)
+        (place, name): id(value)
+        for place, holder in holders.items()
         for name, value in holder.items()
         if callable(value)
     }
@@ -232,6 +244,17 @@ class Sequences(RuleBasedStateMachine):
         with planted(place, number):
             (fsdp2.use if is_used else fsdp2.restore)(self.sharded)
 
+    @precondition(lambda self: HAS_MEGATRON)
+    @rule(cross_entropy=st.none() | st.booleans(), place=place, number=st.integers(0, 9))
+    def patch(self, cross_entropy: bool | None, place: str | None, number: int) -> None:
+        from tritoncomm.integrations import megatron
+
+        with planted(place, number):
+            if cross_entropy is None:
+                megatron.unpatch()
+            else:
+                megatron.patch(cross_entropy=cross_entropy)
+
     @invariant()
     def is_whole(self) -> None:
         """A model has one switch, to the attention that it has, with all of its hooks, or none that is on."""
@@ -255,6 +278,8 @@ class Sequences(RuleBasedStateMachine):
             ours.switch(entry.model, "sdpa")
         fsdp2.restore(self.sharded)
         ours.unregister()
+        if HAS_MEGATRON:
+            importlib.import_module("tritoncomm.integrations.megatron").unpatch()
         gc.collect()
         for entry in self.models:
             assert state_of(entry.model) == template(entry.family)[2], "hooks or attributes"
@@ -288,6 +313,13 @@ def draw(examples: int, steps: int) -> int:
         AssertionError: something is left.
     """
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    if HAS_MEGATRON:
+        with warnings.catch_warnings(action="ignore"):  # Megatron's own, and of versions that are not tested
+            for name in ("tensor_parallel", "pipeline_parallel.p2p_communication", "transformer.transformer_layer"):
+                importlib.import_module(f"megatron.core.{name}")
+            megatron = importlib.import_module("tritoncomm.integrations.megatron")
+            megatron.patch(cross_entropy=True)  # imports the rest
+            megatron.unpatch()
     name = ours.register(dist.group.WORLD, name="counted")
     for family in set(FAMILIES):
         model = copy.deepcopy(template(family)[0])
