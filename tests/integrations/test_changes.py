@@ -5,7 +5,9 @@ import importlib
 import importlib.util
 import inspect
 import io
+import os
 import re
+import subprocess
 import sys
 import threading
 import warnings
@@ -186,6 +188,22 @@ def test_a_function_that_cannot_be_made_is_not_replaced(module: Any) -> None:
         changes.share(owner, module.__name__, "function", lambda function: 1 / 0)
     assert module.function is original
     assert not changes._shared[module.__name__, "function"]._owners
+
+
+EXIT = """
+import math
+from tritoncomm.integrations import changes
+class Owner: pass
+changes.owner = Owner()
+changes.share(changes.owner, "math", "floor", lambda function: lambda x: function(x))
+"""
+
+
+def test_the_end_of_a_process_is_silent() -> None:
+    """Names of modules are gone before the owners are."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def run_sequences(examples: int, steps: int) -> int:

@@ -160,7 +160,9 @@ class _SharedAttribute:
         """Put the value back if nobody needs ours."""
         return [] if self._owners else self._changes.undo()
 
-    def _lose(self, owner: "weakref.ref[Any]") -> None:
+    def _lose(self, owner: "weakref.ref[Any]", is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_finalizing():  # the names of this module are None then
+            return
         self._owners.discard(owner)
         if CompileContext.try_get() is None:  # a graph that is traced right now may have read ours; `settle` comes
             self.settle()
