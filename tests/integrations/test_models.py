@@ -134,6 +134,54 @@ def test_parts_that_are_refused(group: ProcessGroup) -> None:
         ours.unregister()
 
 
+@pytest.mark.ranks(1, 2)
+def test_what_is_added_to_a_switched_model_is_refused(group: ProcessGroup) -> None:
+    """Noise, layers that are drawn and adapters that read the sequence, after ``switch`` has accepted the model."""
+
+    def noisy(model: Any) -> Any:
+        model.get_input_embeddings().neftune_noise_alpha = 5.0
+        return model
+
+    def dropped(model: Any) -> Any:
+        model.model.layerdrop = 0.1
+        return model
+
+    def adapted(model: Any, **more: Any) -> Any:
+        import peft
+
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **more)
+        return peft.get_peft_model(model, config)
+
+    def injected(model: Any) -> Any:
+        import peft
+
+        config = peft.LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[3], task_type="CAUSAL_LM")
+        peft.inject_adapter_in_model(config, model.model)
+        return model
+
+    def sequence(model: Any) -> Any:
+        return adapted(model, alora_invocation_tokens=[3])
+
+    words = "adapters of peft look at the whole sequence"
+    additions: list[tuple[Any, str]] = [(noisy, "the noise of NEFTune"), (dropped, "layerdrop: every rank would draw")]
+    if importlib.util.find_spec("peft") is not None:
+        additions += [(adapted, ""), (sequence, words), (injected, words)]
+    name = ours.register(group)
+    try:
+        for add, problem in additions:
+            model = llama()
+            ours.switch(model, name)
+            model = add(model)
+            batch = ours.shard_batch({"input_ids": torch.arange(8)[None]}, group)
+            if problem and group.size() > 1:
+                with pytest.raises(UnsupportedError, match=problem):
+                    model(**batch)
+            else:
+                model(**batch)
+    finally:
+        ours.unregister()
+
+
 def rotary(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 8} | more
 

@@ -22,7 +22,7 @@ from tritoncomm.integrations import rotary_tables
 __all__ = [
     "PROMPTS", "ROUTER_LOSS", "called", "callers", "counts_unpadded", "has_attention", "language_parts",
     "learns_prompts", "needs_switch", "outermost", "outputs_of", "text_config", "towers", "unknown_part",
-    "wrong_attention", "wrong_part",
+    "wrong_addition", "wrong_attention", "wrong_part",
 ]  # fmt: skip
 
 _ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
@@ -47,10 +47,8 @@ def wrong_part(model: Any, attention: str, sharded: bool, served: Collection[nn.
         sharded: whether there are several ranks.
         served: recurrent layers that compute over shards.
     """
-    if sharded and any(learns_prompts(module) for module in model.modules()):
-        return PROMPTS
-    if sharded and any(_reads_sequence(module) for module in model.modules()):
-        return "its adapters of peft look at the whole sequence (aLoRA, Lily), and would see a shard; use LoRA"
+    if sharded and (problem := next(filter(None, map(_wrong_adapters, model.modules())), None)):
+        return problem
     model = outermost(model.modules()) or model
     config, parts = text_config(model.config), language_parts(model)
     kinds = [type(module) for module in parts]
@@ -68,12 +66,33 @@ def wrong_part(model: Any, attention: str, sharded: bool, served: Collection[nn.
         return f"output_router_logits: {ROUTER_LOSS}; set it to False"
     if problem := rotary_tables.wrong_table(parts) or _wrong_head(model) or _wrong_positions(model):
         return problem
-    if any(getattr(module, "layerdrop", 0) for module in parts):
-        return "layerdrop: every rank would draw for itself which layers run; set it to 0"
-    if any(getattr(module, "neftune_noise_alpha", None) for module in parts):
-        return "the noise of NEFTune is scaled by the length, and equal on all shards; turn it off"
+    if problem := next(filter(None, map(_wrong_draws, parts)), None):
+        return problem
     if not _kinds(config) and (mixers := sorted({type(module).__name__ for module in _mixers(parts)})):
         return f"{', '.join(mixers)} in its layers mixes positions, and would stop at the end of every shard"
+    return None
+
+
+def wrong_addition(model: Any) -> str | None:
+    """Return why something that can be added to a model of transformers after ``switch`` is wrong over shards."""
+    return _wrong_adapters(model) or _wrong_draws(model) or _wrong_draws(model.get_input_embeddings())
+
+
+def _wrong_adapters(module: nn.Module) -> str | None:
+    """Return the reason why adapters of peft in a module are wrong over shards, or None."""
+    if learns_prompts(module):
+        return PROMPTS
+    if _reads_sequence(module):
+        return "its adapters of peft look at the whole sequence (aLoRA, Lily), and would see a shard; use LoRA"
+    return None
+
+
+def _wrong_draws(module: Any) -> str | None:
+    """Return the reason why random numbers that a module draws are wrong over shards, or None."""
+    if getattr(module, "layerdrop", 0):
+        return "layerdrop: every rank would draw for itself which layers run; set it to 0"
+    if getattr(module, "neftune_noise_alpha", None):
+        return "the noise of NEFTune is scaled by the length, and equal on all shards; turn it off"
     return None
 
 

@@ -183,9 +183,13 @@ class Switch:
 
     def _begin(self, model: Any, args: Any, kwargs: Any) -> Any:
         """Reject a batch that ``shard_batch`` did not make; hand its positions down to recurrent layers."""
-        if self.name not in registered or not self.is_active(model) or recurrent_layers.is_inside(model):
+        if self.name not in registered or not self.is_active(model):
             return None
         label = f"{self.name}: {type(model).__name__}"
+        if registered[self.name].group.size() > 1 and (problem := model_parts.wrong_addition(model)):
+            raise UnsupportedError(f"{label}: {problem}")
+        if recurrent_layers.is_inside(model):
+            return None
         names = recurrent_layers.parameters_of(type(model))
         arguments = dict(zip(names, args, strict=False)) | kwargs
         ours, positions = registered[self.name], arguments.get("position_ids")

@@ -232,7 +232,7 @@ class _Config:
 
 
 class _MadeMask:
-    """What a mask that ``make_mask`` has made stands for.
+    """Note of a mask of ``make_mask``: the documents that it stands for, or none.
 
     Attributes:
         documents: global starts, of each row, of packed documents, which attention computes one by one: the mask
