@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from bits import bits
 from experts_twin import KINDS, Routing, apply, draw_of, run_routing, twin
+from laid_out import LAYOUTS
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -20,7 +22,7 @@ from torch.nn.functional import linear, silu
 import tritoncomm
 from tritoncomm import ArgumentError, GroupError, MismatchError, ShapeError, p2p, record
 from tritoncomm.core import backend
-from tritoncomm.experts import combine, dispatch
+from tritoncomm.experts import Dispatched, combine, dispatch
 
 
 def routing_of(world: int, **changes: Any) -> Routing:
@@ -36,6 +38,17 @@ def test_kinds_of_routings_have_the_bits_of_the_twin(pool: Pool, world: int, pat
         routing = routing_of(
             world, kind=kind, seed=seed, path=path, k=1 + seed, dtype=("float32", "bfloat16")[seed % 2]
         )
+        assert pool.run(run_routing, routing, world=world) == ["right"] * world, routing
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_tensors_in_memory_of_every_layout(pool: Pool, layout: str, world: int, path: str) -> None:
+    """Also of one id, of one column and of one token, whose strides say nothing: top-1 routing by ``scores.t()``."""
+    shapes: list[dict[str, Any]] = [{}, {"k": 1}, {"hidden": 1, "tokens": (1, 3)[:world]}]
+    for changes in shapes:
+        routing = routing_of(world, path=path, layouts=(layout,) * 5, **changes)
         assert pool.run(run_routing, routing, world=world) == ["right"] * world, routing
 
 
@@ -305,6 +318,100 @@ def test_bad_arguments(group: ProcessGroup) -> None:
     good.by_expert()
     with pytest.raises(ShapeError, match="as from by_expert"):
         good.summed(torch.zeros(1, 4))
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("wrong", [None, [[0.0] * 4] * 3, "text", 3.0, "sparse", "meta"], ids=str)
+def test_arguments_that_are_no_tensors_with_data(group: ProcessGroup, wrong: Any) -> None:
+    """By name, before anything is sent: on the other ranks nothing waits."""
+    x, ids, weights = torch.zeros(3, 4), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2)
+
+    def spoiled(tensor: torch.Tensor) -> Any:
+        made = {"sparse": tensor.to_sparse, "meta": lambda: tensor.to("meta")}
+        return made[wrong]() if isinstance(wrong, str) and wrong in made else wrong
+
+    good = dispatch(x, ids, weights, 4, group)
+    rows, _ = good.by_expert()
+    before = record.counters()
+    calls: list[tuple[str, Any]] = [
+        ("dispatch: x", lambda: dispatch(spoiled(x), ids, weights, 4, group)),
+        ("dispatch: experts", lambda: dispatch(x, spoiled(ids), weights, 4, group)),
+        ("dispatch: weights", lambda: dispatch(x, ids, spoiled(weights), 4, group)),
+        ("summed: rows", lambda: good.summed(spoiled(rows))),
+        ("combine: y", lambda: combine(spoiled(x), good)),
+    ]
+    for words, call in calls:
+        with pytest.raises(ArgumentError, match=words):
+            call()
+    assert record.counters() == before
+
+
+@pytest.mark.ranks(1, 2)
+def test_tensors_that_change_before_they_are_read(group: ProcessGroup) -> None:
+    """Over one rank they are those of the call: as over several ranks, or refused, also under inference mode."""
+    number = 2 * group.size()
+    x, ids, weights = torch.ones(3, 4), torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
+
+    def changed(index: int, call: Any) -> None:
+        given = [x.clone(), ids.clone(), weights.clone()]
+        wanted = call(dispatch(*given, number, group))
+        dispatched = dispatch(*given, number, group)
+        given[index] += 1
+        if group.size() > 1:
+            assert torch.equal(call(dispatched), wanted)
+        else:
+            with pytest.raises(ArgumentError, match="have changed in place since; over one rank"):
+                call(dispatched)
+        given[index] -= 1  # the values of before, as far as anybody knows
+        with pytest.raises(ArgumentError) if group.size() == 1 else nullcontext():
+            call(dispatched)
+
+    def summed(dispatched: Dispatched) -> Tensor:
+        return dispatched.summed(dispatched.by_expert().rows)
+
+    for index, calls in enumerate(
+        (
+            [lambda d: d.rows, lambda d: d.by_expert().rows],
+            [lambda d: d.experts, lambda d: d.by_expert().rows],
+            [lambda d: d.weights, summed],
+        )
+    ):
+        for call in calls:
+            changed(index, call)
+    # What is not read any more may change.
+    given = [x.clone(), ids.clone(), weights.clone()]
+    dispatched = dispatch(*given, number, group)
+    rows, _ = dispatched.by_expert()
+    given[0] += 1
+    given[1] += 1
+    assert torch.equal(combine(dispatched.summed(rows), dispatched), 2 * x)
+    with torch.inference_mode():  # without versions
+        given = [x.clone(), ids.clone(), weights.clone()]
+        assert torch.equal(summed(dispatch(*given, number, group)), summed(dispatch(x, ids, weights, number, group)))
+
+
+@pytest.mark.ranks(1, 2)
+def test_results_of_two_alignments(group: ProcessGroup) -> None:
+    """Two of them may have as many rows, in another order: of experts of 2 and 4 rows, 4 and 6 make 12."""
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(group.rank()))
+    first = 2 * group.rank()
+    ids = torch.tensor([[0], [1], [1]] * 2) + first
+    dispatched = dispatch(x, ids, torch.ones(6, 1), 2 * group.size(), group)
+    by_four, by_six = dispatched.by_expert(4).rows, dispatched.by_expert(6).rows
+    assert len(by_four) == len(by_six)
+    assert not torch.equal(by_four, by_six)
+    for rows in (by_four, by_six):
+        with pytest.raises(ArgumentError, match=r"12 rows with each of the alignments \[4, 6\]; call summed"):
+            dispatched.summed(rows)
+    dispatched = dispatch(x, ids, torch.ones(6, 1), 2 * group.size(), group)
+    by_four, by_eight = dispatched.by_expert(4).rows, dispatched.by_expert(8).rows
+    assert torch.equal(dispatched.summed(by_four), x)
+    assert torch.equal(dispatched.summed(by_eight), x)
+    dispatched = dispatch(x, ids, torch.ones(6, 1), 2 * group.size(), group)
+    for alignment in (4, 6, 1, 1):
+        rows, _ = dispatched.by_expert(alignment)
+        assert torch.equal(dispatched.summed(rows), x)
+        assert torch.equal(dispatched.summed(rows), x)
 
 
 @pytest.mark.ranks(8)

@@ -6,6 +6,7 @@ import graphlib
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -200,6 +201,21 @@ def _collective_calls(tree: ast.Module) -> list[str]:
             if "functional_collectives" in (node.module or ""):
                 found.append(node.module or "")
     return found
+
+
+_VIEW = re.compile(r"contiguous\(\)(\.view\(-1\)|\.flatten\(\))?\.view\((torch\.|[\w.]*dtype\b)")
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *sorted((ROOT / "kernels").rglob("*.py"))], ids=_id)
+def test_one_function_reads_memory_as_another_dtype(path: Path) -> None:
+    """``contiguous()`` leaves odd strides of dims of size 1, at which ``view(dtype)`` stumbles; ``dense`` does not."""
+    assert not _VIEW.search(path.read_text()), "call core.ops.reinterpreted"
+
+
+def test_a_stray_view_is_seen() -> None:
+    assert _VIEW.search("return x.contiguous().view(torch.uint8)")
+    assert _VIEW.search("x = x.contiguous().view(-1).view(weights.dtype)")
+    assert not _VIEW.search("x.contiguous().view(-1, 4)")
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if p.name not in SENDERS and p.parent != PEERS], ids=_id)

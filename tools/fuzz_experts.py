@@ -5,6 +5,7 @@ from typing import Any
 from experts_twin import KINDS, Routing, run_routing
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+from laid_out import LAYOUTS
 
 __all__ = ["routings", "run_routing"]
 
@@ -28,4 +29,5 @@ def routings(draw: Any, worlds: SearchStrategy[Any]) -> tuple[Any, Routing]:
         draw(st.sampled_from(["torch", "torch", "torch", "triton"])),
         draw(st.sampled_from(["eager", "eager", "checkpoint", "autocast"])),
         draw(st.integers(0, 10**6)),
+        tuple(draw(st.lists(st.sampled_from(LAYOUTS), min_size=5, max_size=5))),
     )

@@ -16,9 +16,11 @@ from torch.distributed import ProcessGroup
 from tritoncomm import record
 from tritoncomm.core.autograd import called, direct, outside_graphs
 from tritoncomm.core.call import enter
+from tritoncomm.core.memory import version_of
+from tritoncomm.core.ops import dense, reinterpreted, resolved
 from tritoncomm.core.plan import Ints, located
 from tritoncomm.core.rows import RowRoutes, exchange_counts, row_passes, to_ranks, to_tokens
-from tritoncomm.core.validation import check_inputs
+from tritoncomm.core.validation import check_inputs, check_tensor
 from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.groups import GroupLike, resolve_experts
 from tritoncomm.record import Span
@@ -59,11 +61,11 @@ class _SendRows(Function):
             return tuple(to_ranks([_rows(x) for x in tensors], routes, group, span))
         # Weights and ids are so short that one gather of both takes half of the time of two.
         x, weights, ids = tensors
-        tail = torch.cat([_as_bytes(weights), _as_bytes(ids)], 1)
+        tail = torch.cat([reinterpreted(weights, torch.uint8), reinterpreted(ids, torch.uint8)], 1)
         rows, tail = to_ranks([_rows(x), tail], routes, group, span)
         size = weights.shape[1] * weights.itemsize
         # Copies, as a view that a backward keeps would keep the whole buffer.
-        return rows, tail[:, :size].contiguous().view(weights.dtype), tail[:, size:].contiguous().view(ids.dtype)
+        return rows, reinterpreted(tail[:, :size], weights.dtype), reinterpreted(tail[:, size:], ids.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -99,13 +101,9 @@ def _kept(ctx: Any) -> Sequence[Any]:
     return RowRoutes(*ctx.counts, *ctx.saved_tensors), ctx.group, ctx.names
 
 
-def _as_bytes(x: Tensor) -> Tensor:
-    """Return rows as bytes."""
-    return x.contiguous().view(torch.uint8)
-
-
 def _rows(x: Tensor) -> Tensor:
-    """Return ``x`` with contiguous rows."""
+    """Return ``x`` with contiguous rows, and without lazy bits."""
+    x = resolved(x)
     return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
 
 
@@ -117,6 +115,7 @@ class _SumRows(Function):
     def forward(ctx: Any, lists: _Lists, name: str, y: Tensor, weights: Tensor | None) -> Tensor:
         _save(ctx, lists, name, [y, weights] if weights is not None else [])
         started, (path, passes), y = record.now(), row_passes(y), _rows(y)
+        weights = None if weights is None else dense(weights)
         out = y.new_empty(lists.index.shape[0], y.shape[1])
         record.add(name, path, passes.sum_rows(y, lists.index, weights, out), 0, started)
         return out
@@ -140,7 +139,7 @@ class _ScaleRows(Function):
         if weights is None:
             copied = passes.gather_rows(x, lists.rows, out)
         else:
-            copied = passes.scale_rows(x, lists.pairs, weights, out)
+            copied = passes.scale_rows(x, lists.pairs, dense(weights), out)
         record.add(name, path, copied, 0, started)
         return out
 
@@ -199,34 +198,58 @@ class ExpertRows(NamedTuple):
     counts: Tensor
 
 
+class _Kept:
+    """A tensor that a later call reads, and the version that it had; see ``version_of``."""
+
+    def __init__(self, key: str, x: Tensor) -> None:
+        self.key, self.x, self.version = key, x, version_of(x)
+
+    def read(self, name: str) -> Tensor:
+        """Return the tensor; raise if it has changed in place."""
+        if version_of(self.x) != self.version:
+            raise ArgumentError(
+                f"{name}: the {self.key} of dispatch() have changed in place since; over one rank they are the tensors "
+                "of the call. Change a copy, or change them after the last call that reads them"
+            )
+        return self.x
+
+
 class Dispatched:
     """The rows that ``dispatch`` brought to this rank: each token with an expert here, once.
 
     Rows come from the other ranks in rank order, and then those of this rank; each rank's are in the order of its
     tokens.
 
+    Over one rank nothing is sent or copied. These are the tensors of the call then, which must not change in place
+    before they are read here; where they did, the methods raise.
+
     Attributes:
         counts: number of rows from each rank.
-        weights: ``[n, k]``, the routing weights of each row, fp32 (fp64 for rows of fp64).
     """
 
     def __init__(self, routing: "_Routing", rows: Tensor, weights: Tensor, ids: Tensor) -> None:
-        self.counts, self.weights = routing.counts, weights
-        self._routing, self._buffer, self._ids = routing, rows, ids
-        self._rows: Tensor | None = None
-        self._lists: _Lists | None = None
+        self.counts, self._routing, self._rows = routing.counts, routing, _Kept("rows", rows)
+        self._weights, self._ids = _Kept("weights", weights), _Kept("ids", ids)
+        self._lists: dict[int, _Lists] = {}  # by alignment
+        self._is_summed = False
 
     @property
     def rows(self) -> Tensor:
         """The rows ``[n, hidden]``, made when they are first read."""
-        if self._rows is None:
-            self._rows = self._buffer.contiguous()
-        return self._rows
+        rows = self._rows.read("rows")
+        if not rows.is_contiguous():
+            self._rows = _Kept("rows", rows.contiguous())
+        return self._rows.x
+
+    @property
+    def weights(self) -> Tensor:
+        """The routing weights of each row ``[n, k]``, fp32 (fp64 for rows of fp64)."""
+        return self._weights.read("weights")
 
     @property
     def experts(self) -> Tensor:
         """Ids of each row ``[n, k]``, int32, from 0 for the first expert of this rank; -1 for experts of others."""
-        local = self._ids - self._routing.first
+        local = self._ids.read("experts") - self._routing.first
         return torch.where((local >= 0) & (local < self._routing.experts), local, -1)
 
     @outside_graphs
@@ -251,8 +274,10 @@ class Dispatched:
         """
         if type(alignment) is not int or alignment < 1:
             raise ArgumentError(f"by_expert: alignment must be a positive int, not {alignment!r}")
-        self._lists = lists = _sorted_pairs(self._ids, self._routing, alignment)
-        return ExpertRows(_ScaleRows.apply(lists, "by_expert", self._buffer, None), lists.counts)
+        if self._is_summed:
+            self._lists, self._is_summed = {}, False
+        lists = self._lists[alignment] = _sorted_pairs(self._ids.read("by_expert"), self._routing, alignment)
+        return ExpertRows(_ScaleRows.apply(lists, "by_expert", self._rows.read("by_expert"), None), lists.counts)
 
     @outside_graphs
     def summed(self, rows: Tensor) -> Tensor:
@@ -262,23 +287,31 @@ class Dispatched:
         a gather times the weights; the gradient of a weight is a dot product, added up in a fixed order.
 
         Args:
-            rows: ``[pairs, any]``, results for the rows of the last ``by_expert``.
+            rows: ``[pairs, any]``, results for the rows of a ``by_expert`` since the last ``summed``.
 
         Returns:
             ``[n, any]`` in the dtype of ``rows``: this rank's part of each row, for ``combine``.
 
         Raises:
-            ArgumentError: ``by_expert`` was not called.
+            ArgumentError: ``by_expert`` was not called, or has made as many rows with two alignments.
             ShapeError: another number of rows.
         """
-        if self._lists is None:
+        if not self._lists:
             raise ArgumentError("summed: by_expert() was not called, which makes the rows that are summed")
-        if rows.dim() != 2 or rows.shape[0] != self._lists.pairs.shape[0]:
-            raise ShapeError(f"summed: expected [{self._lists.pairs.shape[0]}, any] as from by_expert(), not "
-                             f"{list(rows.shape)}")  # fmt: skip
+        check_tensor(rows, "rows", "summed")
         _check_dtype(rows, "summed")
-        weights = self.weights if self.weights.dtype is _wide(rows.dtype) else self.weights.to(_wide(rows.dtype))
-        return _SumRows.apply(self._lists, "summed", rows, weights)
+        numbers = {alignment: lists.pairs.shape[0] for alignment, lists in self._lists.items()}
+        fitting = [alignment for alignment, number in numbers.items() if [number] == list(rows.shape[:-1])]
+        if not fitting:
+            expected = " or ".join([f"[{number}, any]" for number in numbers.values()])
+            raise ShapeError(f"summed: expected {expected} as from by_expert(), not {list(rows.shape)}")
+        if len(fitting) > 1 and len(rows):
+            raise ArgumentError(
+                f"summed: by_expert() has made {len(rows)} rows with each of the alignments {fitting}; call summed() "
+                "before the next by_expert()"
+            )
+        weights, self._is_summed = self._weights.read("summed"), True
+        return _SumRows.apply(self._lists[fitting[0]], "summed", rows, weights.to(_wide(rows.dtype)))
 
 
 class _Routing(NamedTuple):
@@ -336,7 +369,7 @@ def dispatch(
     routing = _route(experts, num_experts, ranks, name)
     if routing.routes is None:
         span.end("view", 0, 0)
-        return Dispatched(routing, x, weights, experts)
+        return Dispatched(routing, x, weights, experts.int())
     names = name, f"{name}.backward"
     return Dispatched(routing, *_SendRows.apply(routing.routes, ranks, names, span, x, weights, experts.int()))
 
@@ -360,6 +393,7 @@ def combine(y: Tensor, dispatched: Dispatched) -> Tensor:
         PeerError: another rank failed.
     """
     name, routing = "combine", dispatched._routing
+    check_tensor(y, "y", name)
     check_inputs([y], name)
     _check_dtype(y, name)
     if y.dim() != 2 or y.shape[0] != sum(routing.counts):
@@ -378,6 +412,8 @@ def _check_dtype(x: Tensor, name: str) -> None:
 
 def _check(x: Tensor, experts: Tensor, weights: Tensor, num_experts: int, group: ProcessGroup, name: str) -> None:
     """Check the arguments of ``dispatch`` on this rank; values of ids are checked by ``_route``."""
+    for key, argument in (("x", x), ("experts", experts), ("weights", weights)):
+        check_tensor(argument, key, name)
     check_inputs([x], name)
     _check_dtype(x, name)
     if experts.dtype not in (torch.int64, torch.int32) or not weights.is_floating_point():

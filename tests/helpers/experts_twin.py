@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import naive
 import torch
 from bits import bits
+from laid_out import laid_out
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -32,7 +33,8 @@ class Routing:
         kind: of ``KINDS``.
         alignment: of ``by_expert``.
         path: that is forced.
-        compiled: what is called is compiled, or checkpointed.
+        how: ``apply`` is called: compiled, or checkpointed.
+        layouts: of ``LAYOUTS``: of tokens, ids, weights, results and gradients.
     """
 
     tokens: tuple[int, ...]
@@ -46,6 +48,7 @@ class Routing:
     path: str
     how: str
     seed: int
+    layouts: tuple[str, ...] = ("plain",) * 5
 
 
 class Drawn(NamedTuple):
@@ -169,7 +172,12 @@ def apply(x: Tensor, ids: Tensor, weights: Tensor, scales: Tensor, routing: Rout
     rows, counts = dispatched.by_expert(routing.alignment)
     factors = scales.repeat_interleave(counts, 0)
     results = rows * torch.cat([factors, factors.new_zeros(len(rows) - len(factors), factors.shape[1])])
-    return combine(dispatched.summed(results), dispatched)
+    return combine(dispatched.summed(_laid_out_here(results, routing.layouts[3])), dispatched)
+
+
+def _laid_out_here(x: Tensor, layout: str) -> Tensor:
+    """In a graph; the backward of a tensor of odd strides would add to zeros, which makes +0 of -0."""
+    return x if layout.startswith("odd") else laid_out(x, layout)
 
 
 def run_routing(group: ProcessGroup, routing: Routing) -> str:
@@ -178,7 +186,9 @@ def run_routing(group: ProcessGroup, routing: Routing) -> str:
 
     rank, world = group.rank(), group.size()
     drawn = draw_of(routing, rank)
-    x, weights = drawn.x.clone().requires_grad_(), drawn.weights.clone().requires_grad_()
+    x, ids, weights, _, grad = routing.layouts
+    x, weights = (laid_out(*each).detach().requires_grad_() for each in ((drawn.x, x), (drawn.weights, weights)))
+    ids, grad = laid_out(drawn.ids, ids), laid_out(drawn.grad, grad)
     mine = drawn.scales[rank * routing.experts : (rank + 1) * routing.experts].clone().requires_grad_()
     layer: Any = apply
     if routing.how == "compiled":
@@ -188,10 +198,10 @@ def run_routing(group: ProcessGroup, routing: Routing) -> str:
     with tritoncomm.path(routing.path), record.recording() as counted:
         if routing.how == "autocast":
             with torch.autocast("cpu", torch.float16 if x.dtype is torch.float16 else torch.bfloat16):
-                out = layer(x, drawn.ids, weights, mine, routing, group)
+                out = layer(x, ids, weights, mine, routing, group)
         else:
-            out = layer(x, drawn.ids, weights, mine, routing, group)
-        out.backward(drawn.grad)
+            out = layer(x, ids, weights, mine, routing, group)
+        out.backward(grad)
     wanted = dict(
         zip(("the output", "the gradient of tokens", "the gradient of weights"), twin(routing, rank), strict=True)
     )

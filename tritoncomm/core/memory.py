@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 __all__ = [
     "PLAIN", "contiguous_stride", "empty", "empty_on", "extent_of", "has_memory", "has_wrapper", "share_elements",
-    "share_memory",
+    "share_memory", "version_of",
 ]  # fmt: skip
 
 _Allocate = Callable[[Any, Any, torch.dtype], Tensor]
@@ -46,6 +46,11 @@ def extent_of(x: Tensor) -> int:
 def has_memory(x: Tensor, extent: int) -> bool:
     """Whether the storage of ``x`` has ``extent`` bytes after its first element; a freed or shrunk one has not."""
     return not extent or x.untyped_storage().nbytes() >= x.storage_offset() * x.itemsize + extent
+
+
+def version_of(x: Tensor) -> int:
+    """Return a number that moves with every change of ``x`` in place; always 0 of a tensor of inference mode."""
+    return 0 if x.is_inference() else x._version
 
 
 def has_wrapper(tensors: Sequence[Tensor]) -> bool:

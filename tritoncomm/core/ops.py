@@ -14,7 +14,7 @@ from tritoncomm_kernels import TooLargeError, torch_path
 from tritoncomm_kernels.config import crossover
 
 from tritoncomm import record, variables
-from tritoncomm.core.memory import PLAIN, has_wrapper
+from tritoncomm.core.memory import PLAIN, contiguous_stride, has_wrapper
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.split import Split, split_by, split_of
 from tritoncomm.errors import ArgumentError, UnsupportedError
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from tritoncomm_kernels.launch import Launch
 
 __all__ = [
-    "Passed", "Results", "SplitPass", "contiguous", "forced_path", "has_lazy", "pack", "pack_into", "path", "path_for",
-    "reduce", "resolved", "split_pass", "unpack",
+    "Passed", "Results", "SplitPass", "contiguous", "dense", "forced_path", "has_lazy", "pack", "pack_into",
+    "path", "path_for", "reduce", "reinterpreted", "resolved", "split_pass", "unpack",
 ]  # fmt: skip
 
 Passed = tuple[Tensor, CopyPath, int]
@@ -365,6 +365,21 @@ def has_lazy(tensors: Sequence[Tensor]) -> bool:
 def resolved(x: Tensor) -> Tensor:
     """Return ``x`` itself if it has no lazy conjugate or negative bit, else a copy with the values computed."""
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
+
+
+def dense(x: Tensor) -> Tensor:
+    """Return ``x`` itself if its memory is that of a contiguous tensor without lazy bits, else a copy or a view.
+
+    For ``contiguous()`` the strides of dims of size 1 do not matter; a view as another dtype and kernels read them.
+    """
+    x = resolved(x).contiguous()
+    # Uncached: numbers of rows may be new in every call.
+    return x.as_strided(x.shape, contiguous_stride.__wrapped__(x.shape)) if 1 in x.shape else x
+
+
+def reinterpreted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the memory of ``x``, made dense, as elements of another dtype, in the last dim."""
+    return dense(x).view(dtype)
 
 
 def _plain_copy(name: str, x: Tensor, wire: Tensor, split: Split) -> int:

@@ -22,6 +22,7 @@ __all__ = [
     "check_input",
     "check_inputs",
     "check_kind",
+    "check_tensor",
     "checked_dim",
     "checked_ints",
     "keeps_size",
@@ -217,6 +218,13 @@ def check_data(x: Tensor, name: str) -> None:
     if x.is_meta or (fakes is not None and isinstance(x, fakes.FakeTensor)):
         raise ArgumentError(f"{name}: a {'meta' if x.is_meta else 'fake'} tensor has no data to send")
     check_kind(x, name)
+
+
+def check_tensor(x: Any, key: str, name: str) -> None:
+    """Check that ``x``, the argument ``key``, is a tensor that has data in one strided block of memory."""
+    if not isinstance(x, Tensor):
+        raise ArgumentError(f"{name}: {key} must be a tensor, not {type(x).__name__}")
+    check_data(x, f"{name}: {key}")
 
 
 def check_kind(x: Tensor, name: str) -> None:

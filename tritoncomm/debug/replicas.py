@@ -260,7 +260,7 @@ def _texts_of(text: str, like: Tensor, each: _Comparison) -> str:
 def _by_rank(column: Tensor, ranks: Sequence[int]) -> str:
     """Return ``norm 2 on ranks 0-2, norm 3 on rank 3`` of the distinct digests; ``column`` is ``[ranks, 3]``."""
     # A row is one of ``_difference``: digest, bits of the 2-norm, hash.
-    norms = dict(zip(ranks, column[:, 1].contiguous().view(torch.float64).tolist(), strict=True))
+    norms = dict(zip(ranks, column[:, 1].clone().view(torch.float64).tolist(), strict=True))
     digests = dict(zip(ranks, map(str, column[:, 0].tolist()), strict=True))
     return ", ".join(f"norm {norms[having[0]]:.9g} on {named_ranks(having)}" for _, having in by_text(digests))
 
