@@ -283,7 +283,8 @@ class Sequences(RuleBasedStateMachine):
         gc.collect()
         for entry in self.models:
             assert state_of(entry.model) == template(entry.family)[2], "hooks or attributes"
-        assert shared_state() == self.before, "functions or registries"
+        changed = shared_state().items() ^ self.before.items()
+        assert not changed, f"functions or registries: {sorted(map(str, changed))[:8]}"
         assert vars(self.parameters) == self.of_parameters, "parameter group"
         assert not list(recurrent_layers._owners) or self.models
         self.models.clear()

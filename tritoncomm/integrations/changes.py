@@ -43,7 +43,7 @@ class Changes:
         self._undos: list[Callable[[], list[Change] | None]] = []
 
     def add(self, undo: Callable[[], list[Change] | None]) -> None:
-        """Add a change that was made, by its undo, such as ``handle.remove`` of a hook."""
+        """Add a change that was made, by its undo, such as ``handle.remove`` of a hook; it may be called twice."""
         self._undos.append(undo)
 
     def set_attribute(self, holder: Any, name: str, value: Any) -> None:
@@ -77,18 +77,18 @@ class Changes:
             BaseException: the first one that an undo raised, once all others have run. The next call tries it again.
         """
         left: list[Change] = []
-        failed: list[Callable[[], list[Change] | None]] = []
         error: BaseException | None = None
-        while self._undos:
-            undo = self._undos.pop()
+        # An interrupt may come anywhere: a change is forgotten only after its undo, which may then run twice.
+        index = len(self._undos)
+        while index := min(index, len(self._undos)):  # a collected owner may undo the same list meanwhile
+            index -= 1
+            undo = self._undos[index]
             try:
-                result = undo()
+                left += undo() or []
+                if undo in self._undos:
+                    self._undos.remove(undo)
             except BaseException as raised:
-                failed.append(undo)
                 error = error or raised
-            else:
-                left += result or []
-        self._undos = failed[::-1]
         if error is not None:
             raise error
         return left
@@ -97,8 +97,13 @@ class Changes:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is not None:
+        if kind is None:
+            return
+        try:
             self.undo()
+        except BaseException:
+            self.undo()  # nobody else has this list: once more what an interrupt has stopped
+            raise
 
 
 class _Entry:

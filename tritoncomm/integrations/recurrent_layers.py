@@ -259,9 +259,10 @@ def documents() -> list[list[int]] | None:
 def keywords(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the keywords for the forward of a model that was entered: without a cache, unless somebody asks for it."""
     # Where the model makes no mask for its layers, it hands down the one that it gets.
-    modules = {sys.modules[type(layer).__module__] for layer in recurrent_layers(model)}
+    # The classes of layers, and those that they are based on, as a parametrized one is.
+    kinds = {kind.__module__ for layer in recurrent_layers(model) for kind in type(layer).__mro__}
     forward = _running.forward
-    if forward is None or any(hasattr(module, _MASK) for module in modules):
+    if forward is None or any(hasattr(sys.modules.get(kind), _MASK) for kind in kinds):
         return {"use_cache": False, **kwargs}
     return {"use_cache": False, **kwargs, "attention_mask": forward.notes.layer_mask}
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,9 @@ class Registration:
         self.group, self.name, self.attention, self.own_positions = group, name, attention, own_positions
         self.functions: dict[Any, Callable[..., Any]] = {}
         self.changes = Changes()
-        # Modules of models that were found right, as long as the switch is on that it took; None for none.
-        self.judged: WeakKeyDictionary[Any, Switch | None] = WeakKeyDictionary()
+        # Modules of models that were found right, as long as the switch is on that it took; None for none. A switch
+        # knows its modules, so that a value would keep its key.
+        self.judged: WeakKeyDictionary[Any, ref[Switch] | None] = WeakKeyDictionary()
         self.checked: WeakSet[Any] = WeakSet()  # those without positions, in a model that checks the batch
 
     def check_positions(self, module: Any, position_ids: Any) -> None:
@@ -88,6 +89,10 @@ class Switch:
         self._is_causal = all(getattr(module, "is_causal", True) for module in parts)
         self._counting = model_parts.counts_unpadded(outer)
         layers = recurrent_layers.recurrent_layers(outer)
+        # Of the modules that were found right, their children, and those that have a config.
+        self._parts: list[dict[str, Any]] = []
+        self._judged: list[tuple[Any, ...]] = []
+        self._with_config: list[Any] = []
         self._changes = Changes()
         with self._changes:
             self.functions = recurrent_layers.Functions.of(outer, name) if layers else None
@@ -100,13 +105,11 @@ class Switch:
                     self._changes.add(handle.remove)
 
     def undo(self) -> None:
-        """Remove the hooks, and give up the functions; those of a copy are removed by ``remove_unused``."""
+        """Give up the functions, then remove the hooks, which lead here; ``remove_unused`` removes those of a copy."""
         self.is_on = False
-        ended = Changes()
-        ended.add(self._changes.undo)
         if self.functions is not None:
-            ended.add(self.functions.release)
-        ended.undo()
+            self.functions.release()
+        self._changes.undo()
 
     def is_active(self, model: Any) -> bool:
         """Whether a model still computes over shards by this switch: not after ``set_attn_implementation``.
@@ -135,7 +138,9 @@ class Switch:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of one layer would take the hooks of all others along. A hook has the number of its handle.
-        return {**vars(self), "_changes": Changes(), "next_hook": RemovableHandle.next_id}
+        # Nor what was judged: the copy is judged again.
+        judged = {"_parts": [], "_judged": [], "_with_config": []}
+        return {**vars(self), **judged, "_changes": Changes(), "next_hook": RemovableHandle.next_id}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         RemovableHandle.next_id = max(RemovableHandle.next_id, state.pop("next_hook"))
@@ -177,9 +182,41 @@ class Switch:
         """Reject a batch that the model would take wrongly."""
         if not self.is_active(model) or registration(self.name).group.size() == 1:
             return
+        if not is_compiling():
+            self._check_parts(model)
         if not self._is_causal:
             label = f"{self.name}: {type(model).__name__}"
             check_bidirectional(label, kwargs.get("position_ids"), registration(self.name).group)
+
+    def _check_parts(self, model: Any) -> None:
+        """Reject parts that were replaced since the switch, unless they are right over shards, too."""
+        # Compared by identity, in a fifth of the time that a walk over the modules takes.
+        if not self._parts or [tuple(children.values()) for children in self._parts] != self._judged:
+            parts = [module._modules for module in model.modules()]
+            judged = [tuple(children.values()) for children in parts]
+            self._judge(model)
+            self._parts, self._judged = parts, judged
+        configs = {id(module.config): module for module in self._with_config if self.has_attention}  # a few objects
+        for module in configs.values():
+            if (name := module.config._attn_implementation) != self.name:
+                raise UnsupportedError(
+                    f"{self.name}: {type(module).__name__} of {type(model).__name__} has the attention {name!r}: it "
+                    "was replaced, or is a part of another model, too; call switch(model, name) again"
+                )
+
+    def _judge(self, model: Any) -> None:
+        """Reject a model whose parts, some of them new, are not those that ``switch`` would accept and add hooks to."""
+        parts, layers = model_parts.language_parts(model), recurrent_layers.recurrent_layers(model)
+        if problem := model_parts.wrong_part(model, registered[self.name].attention, True, layers):
+            raise UnsupportedError(f"{self.name}: {type(model).__name__}: {problem}")
+        for module in (*layers, *rotary_tables.by_largest(parts), *model_parts.towers(model)):
+            if not any(owner.name == self.name and owner.is_on for owner in _switches_at(module)):
+                raise UnsupportedError(
+                    f"{self.name}: {type(module).__name__} of {type(model).__name__} is not the one that was there "
+                    "when the model was switched; call switch(model, name) again"
+                )
+        kind = importlib.import_module("transformers").PreTrainedConfig
+        self._with_config = [part for part in parts if isinstance(getattr(part, "config", None), kind)]
 
     def _begin(self, model: Any, args: Any, kwargs: Any) -> Any:
         """Reject a batch that ``shard_batch`` did not make; hand its positions down to recurrent layers."""
@@ -219,7 +256,7 @@ class Switch:
         if self.functions is not None:
             kwargs = recurrent_layers.keywords(model, kwargs)
         if self._counting == "product" and notes.counted is not None:  # those that one process makes from this mask
-            index = names.index("position_ids")
+            index = names.index("position_ids") if "position_ids" in names else len(args)
             if index < len(args):
                 args = (*args[:index], notes.counted, *args[index + 1 :])
             else:
@@ -292,13 +329,15 @@ class Untraced:
 
 def switches_of(model: nn.Module) -> list[Switch]:
     """Return the switches of which a model, or a module in it, has hooks."""
-    switches = {}
-    for module in model.modules():
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            owner = getattr(_function_of(hook), "__self__", None)
-            if isinstance(owner, Switch):
-                switches[id(owner)] = owner
-    return list(switches.values())
+    return list({id(owner): owner for module in model.modules() for owner in _switches_at(module)}.values())
+
+
+def _switches_at(module: nn.Module) -> Iterator[Switch]:
+    """Yield the owner of each hook of a module that is one of ours."""
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        owner = getattr(_function_of(hook), "__self__", None)
+        if isinstance(owner, Switch):
+            yield owner
 
 
 def remove_unused(modules: Iterable[nn.Module]) -> None:
@@ -317,7 +356,9 @@ def remove_unused(modules: Iterable[nn.Module]) -> None:
 def _is_unused(function: Any) -> bool:
     """Whether nobody needs a hook."""
     owner = getattr(function, "__self__", None)
-    return function in (outdated, outdated_end) or (isinstance(owner, Switch) and not owner.is_on)
+    if isinstance(owner, Switch):
+        return not owner.is_on and (owner.functions is None or owner.functions.is_released)
+    return function in (outdated, outdated_end)
 
 
 def _function_of(hook: Any) -> Any:

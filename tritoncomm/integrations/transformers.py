@@ -12,6 +12,7 @@ from copy import deepcopy
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -60,7 +61,8 @@ def register(
     Args:
         group: the ranks that hold the sequence; the tensor group by default, unless there is a context axis.
         attention: the implementation that attends to all positions, under its name in transformers.
-        name: for ``switch``, or for ``attn_implementation=`` of a model that shares its config with no other.
+        name: for ``switch``; or for ``attn_implementation=`` of a model that shares its config with no other, and whose
+            layers all have attention: nothing sees the batch of others.
         own_positions: accept ``position_ids`` that ``shard_batch`` did not make. Nothing then notices a batch that is
             not sharded.
 
@@ -126,11 +128,15 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
     if name not in _registries()[0] and name != "eager" and (not has_attention or "/" not in name):  # a hub's
         raise ArgumentError(f"switch: transformers has no attention {name!r}, only {sorted(_registries()[0])}")
     outer = model_parts.outermost(model.modules()) or model
-    owners = [owner for owner in switches_of(model) if owner.is_on]
-    if not all(owner.belongs_to(model) for owner in owners):
+    if recurrent_layers.is_running(outer) or recurrent_layers.is_running(model):
+        raise UnsupportedError(f"switch: a forward of {type(model).__name__} is running, and would compute with both")
+    switches = switches_of(model)
+    owners = [owner for owner in switches if owner.is_on]
+    others = [owner for owner in owners if not owner.belongs_to(model)]
+    if others:
         raise UnsupportedError(
-            f"switch: {type(model).__name__} is a part of a model that was switched to {owners[0].name!r}; give that "
-            "one to switch()"
+            f"switch: {type(model).__name__} is, or has, a part of a model that was switched to {others[0].name!r}; "
+            "give that one to switch() first"
         )
     ended = Changes()
     with Changes() as configs:  # which stay copied: somebody may have changed them since
@@ -145,11 +151,11 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
         if ours is not None:
             added = Switch(model, outer, name, has_attention)
             configs.add(added.undo)
-            ours.judged.update(dict.fromkeys(model.modules(), added))
+            ours.judged.update(dict.fromkeys(model.modules(), ref(added)))
     # From the last to the first: what raises keeps none from running.
     ended.add(lambda: remove_unused(model.modules()))
     ended.add(lambda: losses.forget(model.modules()))
-    for owner in owners:
+    for owner in switches:  # also those of which an interrupt has left something
         ended.add(owner.undo)
     ended.undo()
 
@@ -168,8 +174,13 @@ def _set_attention(configs: Changes, model: Any, name: str, has_attention: bool)
     if model.config._attn_implementation != name:  # transformers warns only
         raise UnsupportedError(f"switch: transformers cannot change the attention of {type(model).__name__}")
     for module in model_parts.language_parts(model):  # copied layers have a config that transformers misses
-        config: Any = vars(module).get("config")
+        config: Any = getattr(module, "config", None)
         if isinstance(config, kind) and config._attn_implementation != name:
+            if config is not vars(module).get("config"):
+                raise UnsupportedError(
+                    f"switch: the config of {type(module).__name__} is no attribute of its own, so that it cannot have "
+                    "a copy with another attention"
+                )
             config._attn_implementation = name
 
 
@@ -199,9 +210,10 @@ def unregister(name: str | None = None) -> None:
 
 
 def _remove(name: str) -> None:
-    """Remove an entry from transformers' registries, and from ours."""
-    registered[name].changes.undo()
-    del registered[name]
+    """Remove an entry from transformers' registries, and then from ours: until then it can be called again."""
+    if name in registered:
+        registered[name].changes.undo()
+        registered.pop(name, None)
 
 
 def _registries() -> tuple[Any, Any]:
@@ -269,7 +281,7 @@ class _Implementation(Registration):
         group, groups = self.group, getattr(module, "num_key_value_groups", 1)
         if not is_compiling():
             judged = self.judged.get(module, _UNKNOWN)
-            if judged is _UNKNOWN or (judged is not None and not judged.is_on):
+            if judged is _UNKNOWN or (judged is not None and ((owner := judged()) is None or not owner.is_on)):
                 self._judge(module)
         if group.size() > 1 and not self.own_positions:
             self._check_layer(module, kwargs.get("position_ids"))
@@ -393,7 +405,7 @@ class _Implementation(Registration):
                 problem = model_parts.needs_switch(model)
         if problem is not None:
             raise UnsupportedError(f"{self.name}: {type(model or module).__name__}: {problem}")
-        self.judged[module] = owner
+        self.judged[module] = None if owner is None else ref(owner)
 
     def _check(self, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
         """Reject arguments, a cache or a mask that ``attention`` cannot take once all positions are exchanged."""
