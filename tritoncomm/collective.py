@@ -17,14 +17,14 @@ from torch.distributed import ReduceOp
 from tritoncomm.core import eager, wire_sum
 from tritoncomm.core.autograd import outside_graphs, without_graph
 from tritoncomm.core.backend import Handle
-from tritoncomm.core.call import enter
+from tritoncomm.core.call import compare_arguments, enter
 from tritoncomm.core.fused import plan_fused
 from tritoncomm.core.node_exchange import Levels
 from tritoncomm.core.plan import normalize_sizes
 from tritoncomm.core.validation import check_input, checked_dim
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.groups import group_for
-from tritoncomm.record import Span
+from tritoncomm.record import Span, hooks
 
 __all__ = [
     "Handle",
@@ -324,6 +324,8 @@ def _split_reduce_scatter(
         if len({x.dtype for x in many}) > 1:
             kinds = sorted({str(x.dtype) for x in many})
             raise ArgumentError(f"{name}: tensors of different dtypes {kinds} need an explicit dtype")
+    if hooks.observer is not None and len(many) > 1:
+        compare_arguments(name, group, dtypes=[x.dtype for x in many])
     planned = plan_fused(
         tuple(map(_shape_of, many)), tuple(map(Tensor.stride, many)), tuple(axes), world, rank, dtype
     )  # fmt: skip

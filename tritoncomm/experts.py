@@ -82,7 +82,8 @@ class _ReturnRows(Function):
         ctx: Any, routes: RowRoutes, group: ProcessGroup, names: tuple[str, str], span: Span | None, *tensors: Tensor
     ) -> Any:
         _keep(ctx, routes, group, names)
-        span = span or enter(names[0], "to_tokens", group, tensors, ()) or Span(names[0])
+        sizes = routes.send_counts, routes.recv_counts  # each row comes back from where it was sent
+        span = span or enter(names[0], "to_tokens", group, tensors, sizes) or Span(names[0])
         return tuple(to_tokens([_rows(x) for x in tensors], routes, group, span))
 
     @staticmethod

@@ -5,7 +5,7 @@ it is as independent as attention; a convolution of K taps gets the last K-1 pos
 whole on every rank, and their gradients are partial: they add up over the group, as those of all other layers there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from inspect import signature
 from itertools import accumulate, pairwise
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
+from tritoncomm.core.call import compare_arguments
 from tritoncomm.core.heads import HeadLayout, HeadShare, split_heads
 from tritoncomm.core.plan import Ints, check_split_sizes, located, normalize_sizes
 from tritoncomm.core.validation import check_kind, checked_ints
@@ -119,6 +120,8 @@ def by_heads(
         *args: Any, documents: Documents | None = None, sizes: Sequence[int] | None = None, **kwargs: Any
     ) -> Any:
         arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        # In the order of the parameters: other ranks may name them in another one.
+        arguments = {key: arguments[key] for key in _in_order(arguments, parameters)}
         parts = _roles_of(arguments, roles, parameters, name)
         exchanged = {key: role for key, role in parts.items() if isinstance(role, Exchanged)}
         if not exchanged:
@@ -129,6 +132,16 @@ def by_heads(
         heads = tuple([arguments[key].shape[role.heads] for key, role in exchanged.items()])
         columns = [0 if role.columns is None else arguments[key].shape[role.columns] for key, role in exchanged.items()]
         make = _plan.__wrapped__ if is_compiling() else _plan
+        rows = [(*row, sum(positions)) for row in _starts(documents, sum(positions), batch, name)]
+        for key, role in parts.items():
+            if isinstance(role, Sliced) and arguments[key].shape[role.heads] != max(heads):
+                word, size = _word(key, parameters), arguments[key].shape[role.heads]
+                raise ShapeError(f"{name}: {word!r} has {size} heads, not {max(heads)}")
+        compare_arguments(
+            name, ranks, documents=[row[:-1] for row in rows], boundaries=boundaries, result=result,
+            roles=[(_word(key, parameters), role) for key, role in parts.items()],
+            others={str(_word(key, parameters)): value for key, value in arguments.items() if key not in parts},
+        )  # fmt: skip
         plan = make(heads, tuple(columns) if ranks.size() > max(heads) else (), positions, ranks.size(), name)
         rank, share = ranks.rank(), plan.heads
         start, count = share.starts[rank], share.sizes[rank]
@@ -138,13 +151,9 @@ def by_heads(
             arguments[key] = _from_heads(x, role, arguments[key], 1 if plan.splits else None)
         for key, role in parts.items():
             if isinstance(role, Sliced):
-                if arguments[key].shape[role.heads] != share.heads:
-                    word, size = _word(key, parameters), arguments[key].shape[role.heads]
-                    raise ShapeError(f"{name}: {word!r} has {size} heads, not {share.heads}")
                 arguments[key] = arguments[key].narrow(role.heads, start, count)
             elif isinstance(role, Gathered):
                 arguments[key] = all_gather_dim(arguments[key], role.positions, ranks, sizes=positions)
-        rows = [(*row, sum(positions)) for row in _starts(documents, sum(positions), batch, name)]
         is_packed = any(len(row) > 2 for row in rows)
         if boundaries is not None and is_packed:
             returned = _with_boundaries(function, arguments, parts, rows * (batch if len(rows) == 1 else 1), boundaries)
@@ -240,6 +249,13 @@ def _roles_of(
                 raise ArgumentError(f"{name}: {word!r} of shape {tuple(x.shape)} cannot be {role}; see roles")
             parts[key] = role
     return parts
+
+
+def _in_order(keys: Iterable[int | str], parameters: Sequence[str]) -> list[int | str]:
+    """Return the positions and names of arguments in the order of the parameters; names that these lack are last."""
+    numbers = {parameter: number for number, parameter in enumerate(parameters)}
+    keys = sorted(keys, key=lambda key: (isinstance(key, str), str(key) if isinstance(key, str) else key))
+    return sorted(keys, key=lambda key: key if isinstance(key, int) else numbers.get(key, len(numbers)))
 
 
 def _word(key: int | str, parameters: Sequence[str]) -> int | str:
@@ -443,6 +459,8 @@ def conv_halo(function: _Function, group: GroupLike | None = None) -> _Function:
         positions = _sizes(sizes, x.shape[2], x, ranks, name)
         first = sum(positions[: ranks.rank()])
         rows = _starts(documents, sum(positions), x.shape[0], name)
+        others = {**dict(zip(map(str, range(2, 2 + len(args))), args, strict=True)), **kwargs}
+        compare_arguments(name, ranks, documents=rows, taps=width + 1, others=others)
         if not width:
             if x.shape[2]:
                 return function(x, weight, *args, **kwargs)

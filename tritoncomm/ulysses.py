@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tritoncomm.core import compiled, heads
 from tritoncomm.core.autograd import direct
+from tritoncomm.core.call import compare_arguments
 from tritoncomm.core.heads import HEAD_DIM, HeadLayout, HeadShare, split_heads
 from tritoncomm.core.plan import Ints, check_split_sizes, located, normalize_sizes
 from tritoncomm.core.validation import check_kind
@@ -411,6 +412,7 @@ class UlyssesAttention(nn.Module):
             _check_mask(kwargs["attn_mask"], sum(exchange.qkv.seq_sizes), name)
         if group.size() == 1:
             return self._attend(tensors, kwargs)
+        compare_arguments(name, group, arguments=kwargs)
         if packed is not None and packed.requires_grad and torch.is_grad_enabled() and not is_compiling():
             local = _FusedToHeads.apply(exchange.qkv, group, exchange.names, packed)
         else:

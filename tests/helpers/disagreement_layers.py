@@ -67,7 +67,7 @@ def _check_replicas(group: Any, x: Tensor) -> None:
 
 
 _ROWS: dict[str, Any] = {"shape": lambda w: (4, 4 * w, 4 * w), "other": lambda w: (8, 4 * w, 4 * w)}
-_DIM: dict[str, Any] = {"differ": {"dim": lambda w: {"dim": 2}}, "words": {"dim": r"(dims?|\w+_dim)"}}
+_DIM: dict[str, Any] = {"differ": {"dim": lambda w: {"dim": 2}}, "words": {"dim": r"(dims?|\w+_dims?)"}}
 TENSOR = {
     "redistribute": Row(_redistribute, **_ROWS, **_DIM),
     "DistSpecManager": Row(_handle_trans_spec, **_ROWS, **_DIM),

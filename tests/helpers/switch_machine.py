@@ -59,8 +59,8 @@ class Planted(BaseException):
 
 
 @contextmanager
-def planted(place: str | None, count: int) -> Iterator[None]:
-    """Raise in the call of this number of a function that changes something."""
+def planted(place: str | None, count: int, is_once: bool = False) -> Iterator[None]:
+    """Raise in the calls of a function that changes something behind the first ones, or in one of them alone."""
     owner, name = {
         "hook": (nn.Module, "register_forward_hook"),
         "pre hook": (nn.Module, "register_forward_pre_hook"),
@@ -78,7 +78,9 @@ def planted(place: str | None, count: int) -> Iterator[None]:
     def raises(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls > count and not is_over:  # somebody may keep it, as a method of a handle
+        if (
+            calls > count and not is_over and not (is_once and calls > count + 1)
+        ):  # somebody may keep it, as a method of a handle
             raise Planted(place)
         return function(*args, **kwargs)
 
@@ -249,7 +251,7 @@ class Sequences(RuleBasedStateMachine):
     def patch(self, cross_entropy: bool | None, place: str | None, number: int) -> None:
         from tritoncomm.integrations import megatron
 
-        with planted(place, number):
+        with planted(place, number, is_once=True):  # names of modules that cannot be set stay as they are
             if cross_entropy is None:
                 megatron.unpatch()
             else:

@@ -1,15 +1,21 @@
 """The prologue of a collective: ``enter`` checks it, reports it to the observer, and returns the span that ends it."""
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tritoncomm import variables
+from tritoncomm.core.autograd import outside_graphs
 from tritoncomm.core.validation import check_input, keeps_size, members, world_of
 from tritoncomm.record import Span, hooks
 
-__all__ = ["enter", "world_of_one"]
+__all__ = ["compare_arguments", "enter", "world_of_one"]
+
+_SHOWN = 160  # characters of an argument in an error
+_PLAIN = (int, float, str, tuple, type(None))
 
 
 def enter(
@@ -33,6 +39,33 @@ def enter(
     if isinstance(x, Tensor):
         check_input(x, name)
     return span
+
+
+def compare_arguments(name: str, group: ProcessGroup, **arguments: Any) -> None:
+    """In check mode, compare arguments that decide values and no message: no other rank would notice a difference.
+
+    Args:
+        arguments: by name; they are compared by their ``repr``, but for those of a dict (as a caller's own), in which
+            only numbers and texts have values, and all others a type.
+    """
+    if variables.CHECK.value or variables.HASH.value:
+        _compare(name, group, tuple([(key, _in_words(value)) for key, value in arguments.items()]))
+
+
+def _in_words(value: Any) -> str:
+    """Return an argument as a text of bounded length, with a digest of what is left out."""
+    if isinstance(value, dict):
+        value = {key: x if isinstance(x, _PLAIN) else type(x).__name__ for key, x in sorted(value.items())}
+    text = repr(value)
+    return text if len(text) < _SHOWN else f"{text[:_SHOWN]}... ({blake2b(text.encode(), digest_size=8).hexdigest()})"
+
+
+@outside_graphs
+def _compare(name: str, group: ProcessGroup, arguments: tuple[tuple[str, str], ...]) -> None:
+    """Report the arguments to the observer as a call of their own, which sends nothing."""
+    if hooks.observer is not None and world_of(group, name) > 1:
+        hooks.observer.begin(name, "arguments", group, None, (arguments,), 6)
+        hooks.observer.end(name, "view", 0, 0, 1)
 
 
 def world_of_one(x: Tensor, name: str) -> int:

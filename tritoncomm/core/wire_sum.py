@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from tritoncomm.core import backend, eager, ops
 from tritoncomm.core.autograd import outside_graphs
-from tritoncomm.core.call import enter
+from tritoncomm.core.call import compare_arguments, enter
 from tritoncomm.core.exchange import StartedExchange
 from tritoncomm.core.memory import empty, extent_of, share_elements
 from tritoncomm.core.node_exchange import Nodes, chosen, nodes_of
@@ -26,7 +26,7 @@ from tritoncomm.core.plan import Ints, check_split_sizes, chunk_sizes, located, 
 from tritoncomm.core.validation import check_input, check_kind
 from tritoncomm.core.wire_chunks import Chunk, Layout, plan_chunks, row_stride
 from tritoncomm.errors import ArgumentError, CommError, UnsupportedError
-from tritoncomm.record import CopyPath, Span
+from tritoncomm.record import CopyPath, Span, hooks
 
 __all__ = [
     "WIRES",
@@ -176,6 +176,8 @@ def reduce_scatter(
         _check_out(out, x, x.narrow(dim, sum(sizes[:rank]), sizes[rank]), name)
     elif accumulate:
         raise ArgumentError(f"{name}: accumulate needs out, what is added to")
+    if hooks.observer is not None:  # else chunks of other lengths would meet
+        compare_arguments(name, group, async_op=asynchronous)
     span = enter(name, "wire_sum", group, x, ((dim,), sizes, op, *wire.words, factor, accumulate)) or Span(name)
     handed = result if asynchronous else None
     flat = result.view(-1)

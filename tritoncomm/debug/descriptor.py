@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tritoncomm.errors import ArgumentError
+
 __all__ = ["KINDS", "Descriptor", "as_json", "describe", "difference"]
 
 KINDS: Mapping[str, tuple[str, ...]] = {
@@ -29,9 +31,10 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "to_heads": ("layout",),
     "to_sequence": ("layout",),
     "to_ranks": ("experts",),
-    "to_tokens": (),
+    "to_tokens": ("out_sizes", "in_sizes"),
     "exchange": ("direction",),
     "hop": ("send", "receive", "transfers"),
+    "arguments": ("values",),
 }
 """Names of the arguments of every kind of call."""
 
@@ -97,7 +100,13 @@ def _describe(
     name: str, kind: str, shape: Any, dtype: Any, arguments: tuple[Any, ...], world: int, rank: int, device: str
 ) -> Descriptor:
     """Make the descriptor of ``describe``, from hashable arguments."""
-    given = dict(zip(KINDS[kind], arguments, strict=True))
+    if kind not in KINDS or len(arguments) != len(KINDS[kind]):
+        names = (
+            f"the arguments {KINDS[kind]}, not {len(arguments)}" if kind in KINDS else f"no kind; {sorted(KINDS)} are"
+        )
+        raise ArgumentError(f"{name}: the kind {kind!r} of a call has {names}")
+    # Those of "arguments" are one list of names and values in words.
+    given = dict(arguments[0] if kind == "arguments" else zip(KINDS[kind], arguments, strict=True))
     fields = {"function": name, "collective": kind, "device": device}
     if dtype is not None:
         fields["dtype"] = as_json(dtype)
@@ -117,6 +126,8 @@ def _describe(
         fields |= {key: _sizes(given[key]) for key in ("scatter_sizes", "gather_sizes")}
     elif kind == "reshard":  # of which every rank has other shards, or none
         fields = {"function": name, "collective": kind, "plan": given["plan"]}
+    elif kind == "arguments":
+        fields |= given
     elif kind in ("to_heads", "to_sequence"):
         # Each rank has its own number of positions before ``to_heads``, and of heads (dim 2) before ``to_sequence``.
         dim = given["layout"].seq_dim if kind == "to_heads" else 2
@@ -124,7 +135,10 @@ def _describe(
         fields["layout"] = as_json(given["layout"])
     elif kind in ("to_ranks", "to_tokens"):  # each rank has its own number of rows
         fields["shape"] = ", ".join(_shape(part, 0) for part in shape)
-        fields |= {key: str(value) for key, value in given.items()}
+        if kind == "to_ranks":
+            fields["experts"] = str(given["experts"])
+        else:
+            sends, receives = given["in_sizes"], given["out_sizes"]
     else:
         fields |= _plain(kind, shape, given, world, rank)
     parts = [] if shape is None else [f"{as_json(dtype) or ''} {_shape(shape)}".strip()]

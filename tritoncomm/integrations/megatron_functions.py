@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from tritoncomm import mappings
 from tritoncomm.core import eager, wire_sum
 from tritoncomm.core.autograd import direct
+from tritoncomm.core.call import compare_arguments
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError
 from tritoncomm.mappings.tensor_parallel import copy_to, reduce_from
@@ -482,6 +483,7 @@ class VocabParallelCrossEntropy:
         if not 0 <= label_smoothing < 1:
             raise ArgumentError(f"vocab_parallel_cross_entropy: label_smoothing={label_smoothing} needs 0 <= a < 1")
         group = self._tensor_group() if tp_group is None else tp_group
+        compare_arguments("vocab_parallel_cross_entropy", group, label_smoothing=label_smoothing)
         size = vocab_parallel_logits.shape[-1]
         bounds = group.rank() * size, size
         classes = size * group.size()

@@ -158,7 +158,9 @@ def _check_batch(batch: Mapping[str, Any], group: ProcessGroup, name: str) -> No
 
 def _described(batch: Mapping[str, Any]) -> dict[str, str]:
     """Return the entries of a batch in words, with a digest of their values."""
-    return {key: _in_words(batch[key]) for key in (*_SHARDED, *_BOUNDARIES) if isinstance(batch.get(key), Tensor)}
+    entries = {key: _in_words(batch[key]) for key in (*_SHARDED, *_BOUNDARIES) if isinstance(batch.get(key), Tensor)}
+    items = batch.get("num_items_in_batch")
+    return entries if items is None else {**entries, "num_items_in_batch": str(torch.as_tensor(items).tolist())}
 
 
 def _in_words(x: Tensor) -> str:

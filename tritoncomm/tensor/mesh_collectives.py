@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm import record
 from tritoncomm.core import eager
 from tritoncomm.core.autograd import direct
+from tritoncomm.core.call import compare_arguments
 from tritoncomm.mappings.general import wants_grad
 from tritoncomm.reshard import Layout, reshard
 from tritoncomm.tensor.device_mesh import DeviceMesh
@@ -74,6 +75,7 @@ def mixed_gather(x: Tensor, axes_by_dim: dict[int, Axes], mesh: DeviceMesh, grou
 
 
 def _run(x: Tensor, collective: MeshCollective) -> Tensor:
+    compare_arguments(collective.name, collective.members.group, order=collective.members.order)
     return _KINDS[collective.kind][0](x, collective)
 
 

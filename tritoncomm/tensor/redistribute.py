@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm import record
 from tritoncomm.core import eager, ops
 from tritoncomm.core.autograd import direct, without_graph
+from tritoncomm.core.call import compare_arguments
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import PeerError, ShapeError
 from tritoncomm.reshard import Layout, reshard
@@ -101,6 +102,7 @@ class _Redistribute(torch.autograd.Function):
 
 def _run(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> Tensor:
     """Run the steps of a transition on the local tensor; the error of a missing rank says which ranks have to call."""
+    compare_arguments(name, group, old_dims=transition.old, new_dims=transition.new)
     for step in steps(transition.old, transition.new):
         try:
             x = _STEPS[step](x, transition, group, name)

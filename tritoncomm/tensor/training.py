@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tritoncomm.core import eager
+from tritoncomm.core.call import compare_arguments
 from tritoncomm.debug.replicas import compare_by_layout
 from tritoncomm.errors import ArgumentError
 from tritoncomm.tensor.colo_parameter import ColoParameter
@@ -149,6 +150,7 @@ def clip_grad_norm_(
     partial_norms = [_power_sum([grad for p, grad in pairs if not (is_colo(p) and p.partitions)], power, device)]
     for pg, indices in shards_by_group([p for p, _ in pairs]):
         partial, group = _power_sum([pairs[index][1] for index in indices], power, device), pg.tp_process_group()
+        compare_arguments("clip_grad_norm_", group, max_norm=max_norm, norm_type=power, gradients=len(indices))
         if math.isinf(power):  # Gloo's MAX loses a NaN
             partial = _combined(eager.all_gather(partial.view(1), 0, group, None, "clip_grad_norm_"), power)
         else:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritoncomm.core.autograd import wants_grad
+from tritoncomm.core.call import compare_arguments
 from tritoncomm.tensor.layout import shape_of
 from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, dtype_of_result, from_front
 from tritoncomm.tensor.rules.reductions import extremum_over_ranks, sum_over_ranks
@@ -88,6 +89,10 @@ def _cross_entropy(
     def run(sharding: Sharding, logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         if not sharding.parts:
             return local(logits, targets, weights, reduction=reduction)
+        compare_arguments(
+            "cross_entropy", sharding.group, reduction=reduction, ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+        )  # fmt: skip
         if sharding.has("c"):
             loss, counted = cross_entropy_rows(
                 logits.movedim(classes, -1), targets.movedim(classes, -1) if soft else targets, weights,

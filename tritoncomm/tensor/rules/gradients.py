@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tritoncomm.core import eager
+from tritoncomm.core.call import compare_arguments
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor.layout import is_colo, plain, refuse_sharing
 from tritoncomm.tensor.op_wrapper import own_impl
@@ -149,4 +150,5 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) 
     with torch._C.DisableTorchFunctionSubclass():
         _check_and_unscale(gradients, found_inf, inv_scale)
     for pg, _ in shards_by_group(gradients):
+        compare_arguments("GradScaler.unscale_", pg.tp_process_group(), inv_scale=inv_scale)
         eager.all_reduce(found_inf, pg.tp_process_group(), "GradScaler.unscale_", dist.ReduceOp.MAX, in_place=True)

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup as TorchGroup
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tritoncomm.core import eager
+from tritoncomm.core.call import compare_arguments
 from tritoncomm.errors import MismatchError, UnsupportedError
 from tritoncomm.tensor.distspec import shard_of
 from tritoncomm.tensor.layout import is_colo, shape_of
@@ -79,6 +80,7 @@ def agreed_seed(pg: ProcessGroup, like: Tensor) -> int:
         return seed
     group, ranks = pg.tp_process_group(), pg.tp_rank_list()
     _calls[group] = count = _calls.get(group, 0) + 1
+    compare_arguments("agreed_seed", group, seed=seed)
     if count & (count - 1) == 0:  # a power of two
         mine = torch.tensor([seed], device=like.device)
         seeds = eager.all_gather(mine, 0, group, None, "agreed_seed").tolist()

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm import mappings
 from tritoncomm.core import eager
 from tritoncomm.core.autograd import direct
+from tritoncomm.core.call import compare_arguments
 from tritoncomm.errors import ShapeError
 from tritoncomm.mappings.tensor_parallel import reduce_from
 from tritoncomm.tensor.layout import is_colo, shape_of
@@ -189,6 +190,7 @@ def _norm(
         return None  # and this one on all ranks
 
     def across(sharding: Sharding, x: Tensor) -> Tensor:
+        compare_arguments("norm", sharding.group, order=power)
         target = dtype or dtype_of_result(torch.linalg.vector_norm, x)
         x = x if target is x.dtype else x.to(target)
         if math.isinf(power):
