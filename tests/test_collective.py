@@ -403,3 +403,43 @@ def test_tensors_with_a_graph(group: ProcessGroup) -> None:
         c.reduce(strided, ranks[0], group),
     ):
         assert not x.requires_grad
+
+
+@pytest.mark.ranks(2)
+def test_a_tensor_that_changes_before_the_wait(group: ProcessGroup) -> None:
+    """What is sent as it is must not change while it travels; a copy of it was sent where its strides do not fit."""
+    calls: list[Any] = [
+        lambda x: c.all_gather(x, 0, group, async_op=True),
+        lambda x: c.all_gather(x, 1, group, async_op=True),
+        lambda x: c.reduce_scatter(x, 0, group, async_op=True),
+        lambda x: c.all_to_all(x, group, async_op=True),
+        lambda x: c.all_to_all(x, group, [2, 2], [2, 2], True),
+        lambda x: c.all_reduce(x, group, async_op=True),
+        lambda x: c.broadcast(x, 0, group, async_op=True),
+        lambda x: c.reduce(x, 0, group, async_op=True),
+    ]
+    for call in calls:
+        x = torch.ones(4, 4)
+        _, handle = call(x)
+        x += 1
+        with pytest.raises(ArgumentError, match="changed in place since its start"):
+            handle.wait()
+        x = torch.ones(4, 4)
+        _, handle = call(x)
+        handle.wait()
+        x += 1
+        assert handle.wait() is handle.result
+        with torch.inference_mode():  # without versions
+            _, handle = call(torch.ones(4, 4))
+            handle.wait()
+    for call in calls:
+        whole = torch.ones(8, 4)
+        _, handle = call(whole[:4])
+        whole[4:] += 1  # another part of the same storage
+        handle.wait()
+    for call in calls[:4]:
+        x = torch.ones(4, 8)[:, ::2]
+        out, handle = call(x)
+        x += 1
+        assert torch.equal(handle.wait(), out)
+        assert out.max() <= group.size()

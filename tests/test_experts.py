@@ -385,6 +385,11 @@ def test_tensors_that_change_before_they_are_read(group: ProcessGroup) -> None:
     given[0] += 1
     given[1] += 1
     assert torch.equal(combine(dispatched.summed(rows), dispatched), 2 * x)
+    # A part of a larger tensor has the version of the whole, and is copied.
+    whole = torch.ones(5, 4)
+    dispatched = dispatch(whole[:3], ids, weights, number, group)
+    whole += 1
+    assert torch.equal(combine(summed(dispatched), dispatched), 2 * x)
     with torch.inference_mode():  # without versions
         given = [x.clone(), ids.clone(), weights.clone()]
         assert torch.equal(summed(dispatch(*given, number, group)), summed(dispatch(x, ids, weights, number, group)))

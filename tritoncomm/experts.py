@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm import record
 from tritoncomm.core.autograd import called, direct, outside_graphs
 from tritoncomm.core.call import enter
-from tritoncomm.core.memory import version_of
+from tritoncomm.core.memory import fills_storage, version_of
 from tritoncomm.core.ops import dense, reinterpreted, resolved
 from tritoncomm.core.plan import Ints, located
 from tritoncomm.core.rows import RowRoutes, exchange_counts, row_passes, to_ranks, to_tokens
@@ -200,14 +200,15 @@ class ExpertRows(NamedTuple):
 
 
 class _Kept:
-    """A tensor that a later call reads, and the version that it had; see ``version_of``."""
+    """A tensor that a later call reads; of a caller's, the version that it had, or a copy of a part of a storage."""
 
-    def __init__(self, key: str, x: Tensor) -> None:
-        self.key, self.x, self.version = key, x, version_of(x)
+    def __init__(self, key: str, x: Tensor, is_callers: bool) -> None:
+        self.key, self.x = key, x.clone() if is_callers and not fills_storage(x) else x
+        self.version = version_of(self.x) if is_callers else None
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor; raise if it has changed in place."""
-        if version_of(self.x) != self.version:
+        """Return the tensor; raise if a caller's has changed in place."""
+        if self.version is not None and version_of(self.x) != self.version:
             raise ArgumentError(
                 f"{name}: the {self.key} of dispatch() have changed in place since; over one rank they are the tensors "
                 "of the call. Change a copy, or change them after the last call that reads them"
@@ -229,8 +230,9 @@ class Dispatched:
     """
 
     def __init__(self, routing: "_Routing", rows: Tensor, weights: Tensor, ids: Tensor) -> None:
-        self.counts, self._routing, self._rows = routing.counts, routing, _Kept("rows", rows)
-        self._weights, self._ids = _Kept("weights", weights), _Kept("ids", ids)
+        is_callers = routing.routes is None
+        self.counts, self._routing, self._rows = routing.counts, routing, _Kept("rows", rows, is_callers)
+        self._weights, self._ids = _Kept("weights", weights, is_callers), _Kept("ids", ids, is_callers)
         self._lists: dict[int, _Lists] = {}  # by alignment
         self._is_summed = False
 
@@ -239,7 +241,7 @@ class Dispatched:
         """The rows ``[n, hidden]``, made when they are first read."""
         rows = self._rows.read("rows")
         if not rows.is_contiguous():
-            self._rows = _Kept("rows", rows.contiguous())
+            self._rows = _Kept("rows", rows.contiguous(), False)
         return self._rows.x
 
     @property

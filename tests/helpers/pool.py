@@ -16,7 +16,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 __all__ = ["COLLECTIVE", "RANK_LISTS", "Pool", "WorkerError", "group_of", "mesh_of_four", "strict_warnings"]
@@ -198,6 +198,11 @@ class Pool:
                     problems[rank] = value
                     end = min(end, time.monotonic() + GRACE_SECONDS)
         problems |= {rank: f"did not answer\n{self._stack(rank)}" for rank in waiting.values()}
+        skipped = {rank: value.reason for rank, value in results.items() if isinstance(value, Skip)}
+        if skipped and not problems:
+            if len(skipped) == len(results):
+                importlib.import_module("pytest").skip(next(iter(skipped.values())))
+            problems = {rank: f"skipped, and others not: {reason}" for rank, reason in skipped.items()}
         if not problems and len(set(self._groups.values())) > 1:
             # Torch names a group by its number, and would wait for ever for the ranks that call it by another name.
             problems = {rank: f"made {count} groups in all" for rank, count in self._groups.items()}
@@ -209,6 +214,12 @@ class Pool:
             told = "\n".join(f"rank {', '.join(map(str, who))}:\n{text}" for text, who in alike.items())
             raise WorkerError(f"{what} on ranks {tuple(ranks)}\n{told}")
         return [results[rank] for rank in ranks]
+
+
+class Skip(NamedTuple):
+    """What a rank returns whose function has skipped its test."""
+
+    reason: str
 
 
 def _work(
@@ -262,7 +273,12 @@ def _work(
             function = getattr(importlib.import_module(module), name)
             if "tritoncomm" in sys.modules:
                 sys.modules["tritoncomm"].destroy()  # what an earlier function may have left initialized
-            result = function(groups[ranks], *args)
+            try:
+                result = function(groups[ranks], *args)
+            except BaseException as error:
+                if type(error).__name__ != "Skipped":  # pytest's, which a rank does not import
+                    raise
+                result = Skip(str(error))
             answer = pickle.dumps((True, result, torchs.group_count))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc(), 0))

@@ -21,8 +21,9 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # pyright: igno
 
 from tritoncomm import record, variables
 from tritoncomm.core.autograd import outside_graphs
+from tritoncomm.core.memory import fills_storage, version_of
 from tritoncomm.core.validation import members
-from tritoncomm.errors import CommError, PeerError, UnsupportedError
+from tritoncomm.errors import ArgumentError, CommError, PeerError, UnsupportedError
 
 __all__ = [
     "Handle",
@@ -257,21 +258,34 @@ class Handle:
     A handle that is dropped does not wait. For memory of a GPU the current stream is ordered behind the collective.
     """
 
-    __slots__ = ("_buffers", "_finish", "_work", "result")
+    __slots__ = ("_buffers", "_finish", "_version", "_work", "result")
 
     def __init__(self, work: Work, result: Tensor, finish: Callable[[], Any] | None, *buffers: Tensor) -> None:
+        # The first of the buffers is the one that is sent. One inside of a storage has the version of the whole.
         self._work, self.result, self._finish, self._buffers = work, result, finish, buffers
+        self._version = version_of(buffers[0]) if buffers and fills_storage(buffers[0]) else None
 
     def wait(self) -> Tensor:
-        """Order the current stream after the collective (on the CPU: block), unpack, and return the result."""
+        """Order the current stream after the collective (on the CPU: block), unpack, and return the result.
+
+        Raises:
+            ArgumentError: a tensor that was sent has changed in place since the start: others may have either value.
+            PeerError: another rank failed.
+        """
         work, self._work = self._work, None
+        is_changed = self._version is not None and version_of(self._buffers[0]) != self._version
         if work is not None:
             work.wait()
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
         released((self.result, *self._buffers))
-        self._buffers = ()
+        self._buffers, self._version = (), None
+        if is_changed:
+            raise ArgumentError(
+                "wait: a tensor of an asynchronous collective has changed in place since its start, so that other "
+                "ranks may have got either value; change it after wait(), or a copy"
+            )
         return self.result
 
     def is_completed(self) -> bool:

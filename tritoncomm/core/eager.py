@@ -225,7 +225,7 @@ def all_reduce(
     else:
         work = backend.all_reduce(out, op, group, name, asynchronous)
     span.end(path, copied, all_reduce_bytes(size, span.world))
-    return (out, Handle(work, out, None)) if asynchronous else out
+    return (out, Handle(work, out, None, out)) if asynchronous else out
 
 
 def rooted(
@@ -246,7 +246,7 @@ def rooted(
     # A broadcast is sent by its root, a reduce by every other rank.
     is_sender = (group.rank() == group_root) is (name == "broadcast")
     span.end("torch" if copied else "view", copied, out.nbytes if is_sender else 0)
-    return (out, Handle(work, out, None)) if asynchronous else out
+    return (out, Handle(work, out, None, out)) if asynchronous else out
 
 
 def sum_wire(wire: Tensor, group: ProcessGroup, name: str) -> Tensor:

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 __all__ = [
-    "PLAIN", "contiguous_stride", "empty", "empty_on", "extent_of", "has_memory", "has_wrapper", "share_elements",
-    "share_memory", "version_of",
+    "PLAIN", "contiguous_stride", "empty", "empty_on", "extent_of", "fills_storage", "has_memory", "has_wrapper",
+    "share_elements", "share_memory", "version_of",
 ]  # fmt: skip
 
 _Allocate = Callable[[Any, Any, torch.dtype], Tensor]
@@ -49,8 +49,16 @@ def has_memory(x: Tensor, extent: int) -> bool:
 
 
 def version_of(x: Tensor) -> int:
-    """Return a number that moves with every change of ``x`` in place; always 0 of a tensor of inference mode."""
+    """Return a number that moves with every change in place of ``x``, and of other parts of its storage.
+
+    Tensors of inference mode have none: 0.
+    """
     return 0 if x.is_inference() else x._version
+
+
+def fills_storage(x: Tensor) -> bool:
+    """Whether a storage has no other part than ``x``, so that ``version_of`` moves with changes of ``x`` alone."""
+    return x.untyped_storage().nbytes() == x.nbytes
 
 
 def has_wrapper(tensors: Sequence[Tensor]) -> bool:

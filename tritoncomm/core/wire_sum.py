@@ -181,10 +181,10 @@ def reduce_scatter(
     span = enter(name, "wire_sum", group, x, ((dim,), sizes, op, *wire.words, factor, accumulate)) or Span(name)
     handed = result if asynchronous else None
     flat = result.view(-1)
+    if out is not None:  # before the handle: it may lie in the tensor
+        torch.autograd.graph.increment_version(out)
     path, copied, sent, handle = _sum([x], [(dim, sizes)], flat, group, name, wire, factor, accumulate, handed, scratch)
     span.end(path, copied, sent)
-    if out is not None:
-        torch.autograd.graph.increment_version(out)
     return (result, handle) if asynchronous else result
 
 
@@ -326,7 +326,7 @@ def sum_shards(
     own, last = out.narrow(0, chunk.start, chunk.size), chunk.levels[-1].unpack
     copied += last.unpacked_bytes([own], accumulate)  # the span ends before the sum is made
     finish = partial(last.unpack, flight.received, [own], scale, accumulate)
-    return Summed(path, copied, sent, backend.Handle(flight.work, result, finish, flight.received, flight.sent))
+    return Summed(path, copied, sent, backend.Handle(flight.work, result, finish, flight.sent, flight.received))
 
 
 def _start(
