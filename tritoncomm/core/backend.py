@@ -262,7 +262,8 @@ class Handle:
 
     def __init__(self, work: Work, result: Tensor, finish: Callable[[], Any] | None, *buffers: Tensor) -> None:
         # The first of the buffers is the one that is sent. One inside of a storage has the version of the whole.
-        self._work, self.result, self._finish, self._buffers = work, result, finish, buffers
+        self._work, self.result, self._finish = work, result, finish
+        self._buffers: tuple[Tensor, ...] = buffers
         self._version = version_of(buffers[0]) if buffers and fills_storage(buffers[0]) else None
 
     def wait(self) -> Tensor:
