@@ -18,7 +18,6 @@ import tritoncomm
 from tritoncomm.core.blocks import Block
 from tritoncomm.core.call import enter
 from tritoncomm.core.exchange import Exchange
-from tritoncomm.core.memory import contiguous_stride
 from tritoncomm.core.passes import Pass
 from tritoncomm.record import Span
 
@@ -26,14 +25,16 @@ from tritoncomm.record import Span
 @lru_cache
 def plan(rows: int, row: int, stride: tuple[int, int], world: int, rank: int, dtype: torch.dtype) -> list[Exchange]:
     """Plan ``[rows, row] -> [rows/2, row]`` to the right, and its adjoint: the gradient goes left into zeros."""
-    size, peers = (rows // 2, row), [(rank + 1) % world, (rank - 1) % world]
+    size, peers, sent = (rows // 2, row), [(rank + 1) % world, (rank - 1) % world], rows // 2 * row * dtype.itemsize
     right, left = (tuple(prod(size) * (w == peer) for w in range(world)) for peer in peers)
 
-    def copies(stride: tuple[int, ...]) -> Pass:  # between half of the rows of a tensor, by this stride, and the wire
-        return Pass([Block(0, size, stride, 0, 0, contiguous_stride(size))], [dtype], prod(size))
+    def copies(by: tuple[int, ...], counts: tuple[int, ...]) -> Pass:  # a block for each rank, at a byte of the wire
+        starts = [sum(counts[:w]) * dtype.itemsize for w in range(world)]
+        blocks = [Block(0, (n // row, row), by, 0, at, (row, 1)) for n, at in zip(counts, starts, strict=True)]
+        return Pass(blocks, [dtype], sum(counts))
 
-    there = Exchange(copies((2 * stride[0], stride[1])), None, [size], right, left, prod(size) * dtype.itemsize)
-    back = Exchange(copies((row, 1)), copies((2 * row, 1)), [(rows, row)], left, right, there.bytes_sent)
+    there = Exchange(copies((2 * stride[0], stride[1]), right), None, [size], right, left, sent)
+    back = Exchange(copies((row, 1), left), copies((2 * row, 1), right), [(rows, row)], left, right, sent)
     return [there, back]
 
 
@@ -42,6 +43,7 @@ class SendEverySecondRow(Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.shape = group, x.shape
         ctx.plans = plan(*x.shape, x.stride(), group.size(), group.rank(), x.dtype)
+        # Check mode compares "right": a rank whose rows go left is named.
         span = enter("every_second_row", "exchange", group, [x], ("right",)) or Span("every_second_row")
         return ctx.plans[0].run([x], group, span)[0]
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -9,10 +10,13 @@ import pytest
 import torch
 from bits import bits, random_bits
 from fuzz_calls import tensor_of
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from tritoncomm_kernels import PADDING
 
-from tritoncomm import collective, mappings
+from tritoncomm import ArgumentError, collective, mappings, p2p
 from tritoncomm.core import blocks, ops, passes
 from tritoncomm.core.blocks import Block
 from tritoncomm.core.exchange import Exchange
@@ -103,9 +107,9 @@ def test_which_blocks_one_cat_joins() -> None:
     side_by_side = [Block(i, (2, 3, n), (9, 3, 1), 0, 4 * at, (24, 8, 1)) for i, (n, at) in enumerate([(5, 0), (3, 5)])]
     assert Pass(side_by_side, [torch.float32] * 2, 48).joined == ((2, 3, 8), 2)
     assert Pass(side_by_side[::-1], [torch.float32] * 2, 48).joined is None
-    assert Pass([side_by_side[0], side_by_side[1]._replace(wire=24)], [torch.float32] * 2, 48).joined is None
-    assert Pass(side_by_side, [torch.float32] * 2, 49).joined is None
-    assert Pass(side_by_side[:1], [torch.float32], 30).joined is None
+    apart = [Block(i, (2, 3, 4), (12, 4, 1), 0, 4 * at, stride) for i, (at, stride) in
+             enumerate([(0, (12, 4, 1)), (24, (4, 8, 1))])]  # fmt: skip
+    assert Pass(apart, [torch.float32] * 2, 48).joined is None, "of other strides"
 
 
 @pytest.mark.ranks(1, 2, 4)
@@ -152,3 +156,60 @@ def test_a_wrapper_is_read_where_its_data_is(group: ProcessGroup) -> None:
             with ops.path(path):
                 found = call(tensor_of("wrapper", x, group))
             assert torch.equal(found.inside, call(x)), (name, dtype, path)
+
+
+def test_blocks_that_do_not_cover_their_wire() -> None:
+    """Bytes for elements and elements for bytes, gaps, overlaps, and a wire that is too short or too long."""
+    size, stride, dtype = (2, 3), (3, 1), torch.float32
+
+    def made(places: list[int], elements: int, wire_stride: tuple[int, ...] = (3, 1)) -> Pass:
+        return Pass([Block(0, size, stride, 0, at, wire_stride) for at in places], [dtype], elements)
+
+    made([0, 24], 12)
+    made([24, 0], 12)
+    made([0, 12], 12, (6, 1))
+    Pass([Block(0, size, stride, 0, 0, (3, 1)), Block(PADDING, (8,), (0,), 0, 24, (1,))], [dtype], 8)
+    Pass([Block(0, size, stride, 0, 0, (3, 1))] * 2, [dtype], 0)  # of bytes, whose number it does not know
+    Pass([Block(0, (0, 3), stride, 0, 0, (3, 1)), Block(0, size, stride, 0, 0, (3, 1))], [dtype], 6)
+    for places, elements, wire_stride, words in (
+        ([0, 6], 12, (3, 1), "block 1 begins inside of an element, at byte 6"),
+        ([0, 4], 12, (3, 1), "blocks 0 and 1 overlap at element 1 of a wire of 12"),
+        ([0, 48], 12, (3, 1), "no block has element 6 of a wire of 12"),
+        ([0, 24], 13, (3, 1), "no block has element 12 of a wire of 13"),
+        ([0, 24], 11, (3, 1), "block 1 ends at element 12 of a wire of 11"),
+        ([0, 0], 12, (3, 1), "blocks 0 and 1 overlap at element 0"),
+        ([0], 6, (2, 1), "blocks 0 and 0 overlap at element 2"),
+        ([0, 12], 12, (12, 4), "no block has element 1 of a wire of 12"),
+        ([], 4, (3, 1), "no block has element 0 of a wire of 4"),
+    ):
+        with pytest.raises(ArgumentError, match=f"pass: {words}.*wire_byte counts bytes"):
+            made(places, elements, wire_stride)
+    many = [4 * i for i in range(65)]
+    blocks = [Block(0, (1,), (1,), 0, at, (1,)) for at in [*many[:-1], 0]]
+    Pass(blocks, [dtype], 65)  # more than are looked at
+    with p2p.check(), pytest.raises(ArgumentError, match="blocks 0 and 64 overlap"):
+        Pass(blocks, [dtype], 65)
+    rows = [Block(0, (1 << 15, 1), (2, 1), 0, 0, (2, 1))]
+    Pass(rows, [dtype], 1 << 16)  # rows, too
+    with p2p.check(), pytest.raises(ArgumentError, match="no block has element 1"):
+        Pass(rows, [dtype], 1 << 16)
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2), st.booleans(), st.integers(-3, 3))
+def test_drawn_blocks_that_cover_their_wire_or_do_not(
+    world: int, rows: int, columns: int, dim: int, is_moved: bool, by: int
+) -> None:
+    """Against marks on a list."""
+    size, world = (rows, columns, 2), world + 1
+    shape = [*size]
+    shape[dim] *= world
+    dense = contiguous_stride(tuple(shape))
+    blocks = [Block(0, size, dense, 0, 4 * rank * size[dim] * dense[dim], dense) for rank in range(world)]
+    if is_moved:
+        blocks[-1] = blocks[-1]._replace(wire_byte=max(blocks[-1].wire_byte + 4 * by, 0))
+    elements, marks = math.prod(shape), list[int]()
+    for block in blocks:
+        for place in itertools.product(*map(range, block.size)):
+            marks.append(block.wire_byte // 4 + sum(a * b for a, b in zip(place, block.wire_stride, strict=True)))
+    with nullcontext() if sorted(marks) == list(range(elements)) else pytest.raises(ArgumentError, match=r"^pass: "):
+        Pass(blocks, [torch.float32], elements)

@@ -192,9 +192,9 @@ def layouts(process_group: Any) -> dict[str, Case]:
     rows, columns = ((0, 2),), ((1, 2),)
     return {
         "all_gather-dim": (move((rows, columns), ((), ()), 2, 4), "differ in"),
-        "all_to_all-or-all_gather": (move((rows, rows), (columns, ()), 2, 4), "differ in collective"),
+        "all_to_all-or-all_gather": (move((rows, rows), (columns, ()), 2, 4), "differ in new_dims"),
         "all_to_all-dims": (move((rows, columns), (columns, rows), 2, 4), "differ in"),
-        "split-dim": (move(((), ()), (rows, columns), 4, 4), "differ in dim"),
+        "split-dim": (move(((), ()), (rows, columns), 4, 4), "differ in new_dims"),
     }
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tritoncomm import record
+from tritoncomm import ArgumentError, record
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.reshard import Layout, OwnedExchange, balanced_owners, exchange_owned, reshard, reshard_plan
 from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ProcessGroup, ReplicaSpec, ShardSpec
@@ -139,6 +139,25 @@ def test_matrices_on_their_owners(group: TorchGroup) -> None:
     for name, x in exchange_owned(sharded, owners, compute, group=group).items():
         assert isinstance(x, DTensor)
         assert torch.equal(x.to_local(), local_of(layouts[name], rank, newton_schulz(full[name])))
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_owner_that_computes_in_place(group: TorchGroup) -> None:
+    """In memory of its own where shards were exchanged; over one rank it would change the caller's gradient."""
+    world, full = group.size(), torch.arange(8.0).view(4, 2)
+    layouts = {"a": Layout.on_mesh((4, 2), range(world), [0])}
+    shard = local_of(layouts["a"], group.rank(), full).clone()
+    exchange = OwnedExchange({"a": shard}, {"a": world - 1}, layouts, group=group)
+    before, wanted = shard.clone(), local_of(layouts["a"], group.rank(), 2 * full)
+    assert torch.equal(exchange({"a": shard}, lambda _, x: 2 * x)["a"], wanted)
+    if world > 1:
+        assert torch.equal(exchange({"a": shard}, lambda _, x: x.mul_(2))["a"], wanted)
+        assert torch.equal(shard, before)
+    else:
+        with pytest.raises(ArgumentError, match="compute has changed a in place, which is the caller's tensor here"):
+            exchange({"a": shard}, lambda _, x: x.mul_(2))
+    with torch.inference_mode():  # without versions
+        assert torch.equal(exchange({"a": before.clone()}, lambda _, x: 2 * x)["a"], wanted)
 
 
 def test_zigzag(group: TorchGroup) -> None:

@@ -11,22 +11,26 @@ from tritoncomm_kernels import PADDING, Copies, Segment, Segments
 
 from tritoncomm.core.memory import PLAIN
 from tritoncomm.core.plan import Ints
-from tritoncomm.errors import ShapeError
+from tritoncomm.errors import ArgumentError, ShapeError
 
-__all__ = ["MOST_SEGMENTS", "Array", "Block", "Blocks", "copies_of", "table_of"]
+__all__ = ["MOST_SEGMENTS", "Array", "Block", "Blocks", "check_cover", "copies_of", "table_of"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
+_MOST_ROWS = 1 << 14  # that `check_cover` looks at, in less than a millisecond
+_UNITS = "wire_byte counts bytes, and the strides and the size of the wire count elements"
 MOST_SEGMENTS = 8192  # more than that many small segments take longer than one launch for every tensor
 
 
 class Block(NamedTuple):
-    """``wire[wire + sum(i*wire_stride)*itemsize] <-> tensor[offset + sum(i*stride)]`` for every index i of the box.
+    """``wire[wire_byte + sum(i*wire_stride)*itemsize] <-> tensor[offset + sum(i*stride)]`` for each index i of the box.
+
+    ``wire_byte`` alone counts bytes, as a wire may hold several dtypes.
 
     Attributes:
         tensor: index of the tensor, or ``PADDING``: bytes of the wire that are zero.
         size: extent of the box.
         stride, offset: strides, and distance from the tensor's data pointer, in elements.
-        wire: byte of the wire, or of the target, at which the box starts.
+        wire_byte: byte of the wire, or of the target, at which the box starts.
         wire_stride: strides there, in elements.
     """
 
@@ -34,12 +38,18 @@ class Block(NamedTuple):
     size: Ints
     stride: Ints
     offset: int
-    wire: int
+    wire_byte: int
     wire_stride: Ints
 
     @classmethod
     def of_box(
-        cls, tensor: int, shape: Sequence[int], stride: Sequence[int], start: Sequence[int], extent: Ints, wire: int
+        cls,
+        tensor: int,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        start: Sequence[int],
+        extent: Ints,
+        wire_byte: int,
     ) -> "Block":
         """Return a box of a tensor of this shape, contiguous in the wire.
 
@@ -54,11 +64,11 @@ class Block(NamedTuple):
             )
         first = sum(at * step for at, step in zip(start, stride, strict=True))
         dense = tuple([math.prod(extent[i + 1 :]) for i in range(len(extent))])
-        return cls(tensor, tuple(extent), tuple(stride), first, wire, dense)
+        return cls(tensor, tuple(extent), tuple(stride), first, wire_byte, dense)
 
     def at(self, index: int, itemsize: int) -> "Block":
         """Return the block of one index of dim 0; ``itemsize`` is that of the wire."""
-        offset, wire = self.offset + index * self.stride[0], self.wire + index * self.wire_stride[0] * itemsize
+        offset, wire = self.offset + index * self.stride[0], self.wire_byte + index * self.wire_stride[0] * itemsize
         return Block(self.tensor, self.size[1:], self.stride[1:], offset, wire, self.wire_stride[1:])
 
     def view(self, x: Tensor) -> Tensor:
@@ -71,7 +81,7 @@ class Block(NamedTuple):
 
     def in_wire(self, wire: Tensor) -> Tensor:
         """Return the box as a view of the wire, which has the box's dtype."""
-        return wire.as_strided(self.size, self.wire_stride, wire.storage_offset() + self.wire // wire.itemsize)
+        return wire.as_strided(self.size, self.wire_stride, wire.storage_offset() + self.wire_byte // wire.itemsize)
 
 
 class Blocks(NamedTuple):
@@ -95,7 +105,7 @@ class Blocks(NamedTuple):
             .T
             for rows in zip(*((b.size, b.stride, b.wire_stride) for b in blocks), strict=True)
         )
-        tensor, offset, wire = np.array([(b.tensor, b.offset, b.wire) for b in blocks], np.int64).T
+        tensor, offset, wire = np.array([(b.tensor, b.offset, b.wire_byte) for b in blocks], np.int64).T
         return cls(tensor, size, stride, offset, wire, wire_stride)
 
     def segments(self, itemsize: Array, most: int | None = None) -> list[Segment] | None:
@@ -143,6 +153,53 @@ class Blocks(NamedTuple):
         stride, wire_stride = (np.where(rows == 1, 0, each[1, block]) for each in (step, gap))
         fields = (self.tensor[block], offset, rows, row, stride, wire, np.where(wire_stride == row, 0, wire_stride))
         return list(map(Segment, *(field.tolist() for field in fields)))
+
+
+def check_cover(blocks: Sequence[Block], elements: int, itemsize: int, limit: int = _MOST_ROWS) -> None:
+    """Check that blocks have every element of a wire of one dtype, and each once.
+
+    Args:
+        limit: number of rows beyond which nothing is checked.
+
+    Raises:
+        ArgumentError: they overlap, leave a part, or lie outside.
+    """
+    starts, lengths, owners, rows = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
+    for index, block in enumerate(blocks):
+        unit = 1 if block.tensor == PADDING else itemsize
+        if block.wire_byte % unit:
+            raise ArgumentError(f"pass: block {index} begins inside of an element, at byte {block.wire_byte}; {_UNITS}")
+        run, outer = unit, []  # bytes in one piece, and the dims outside of it
+        for length, step in reversed([*zip(block.size, block.wire_stride, strict=True)]):
+            if step * unit == run and not outer:
+                run *= length
+            elif length > 1:
+                outer.append((length, step * unit))
+        rows += math.prod(length for length, _ in outer)
+        if rows > limit:
+            return
+        places = np.array([block.wire_byte], np.int64)
+        for length, step in outer:
+            places = (places[:, None] + np.arange(length) * step).reshape(-1)
+        starts.append(places)
+        lengths.append(np.full_like(places, run))
+        owners.append(np.full_like(places, index))
+    start, length, owner = map(np.concatenate, (starts, lengths, owners))
+    order = np.argsort(start, kind="stable")
+    begins, ends, owner = start[order], (start + length)[order], owner[order]
+    total, expected = elements * itemsize, np.concatenate([[0], ends])
+    wrong = np.nonzero(np.concatenate([begins, [total]]) != expected)[0]
+    if not len(wrong):
+        return
+    first = int(wrong[0])
+    if first < len(begins) and begins[first] < expected[first]:
+        pair = f"{owner[max(first - 1, 0)]} and {owner[first]}"
+        problem = f"blocks {pair} overlap at element {begins[first] // itemsize}"
+    elif first == len(begins) and expected[first] > total:
+        problem = f"block {owner[-1]} ends at element {ends[-1] // itemsize}"
+    else:
+        problem = f"no block has element {expected[first] // itemsize}"
+    raise ArgumentError(f"pass: {problem} of a wire of {elements}; {_UNITS}")
 
 
 def table_of(blocks: Sequence[Block], dtypes: Sequence[torch.dtype]) -> Segments | None:

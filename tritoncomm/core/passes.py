@@ -16,8 +16,8 @@ from torch.autograd import profiler
 from tritoncomm_kernels import PADDING, Segments, torch_path
 from tritoncomm_kernels.dtypes import checked_scale, wide_type
 
-from tritoncomm import record
-from tritoncomm.core.blocks import Block, table_of
+from tritoncomm import record, variables
+from tritoncomm.core.blocks import Block, check_cover, table_of
 from tritoncomm.core.memory import contiguous_stride, empty, has_wrapper
 from tritoncomm.core.ops import Passed, has_lazy, path_for, reduce
 from tritoncomm.core.plan import Ints
@@ -26,6 +26,7 @@ from tritoncomm.record import CopyPath
 __all__ = ["Pass", "TablePass", "WrittenBox", "takes_kernel", "whole_tensors"]
 
 _IN_ORDER = 4  # number of parts that torch.sum adds in order; of more parts it sums some first
+_CHECKED = 64  # blocks of a pass that are always compared with its wire
 _BUFFERS = 16  # a pass by torch with a scale needs a buffer, of so large a part of a block
 _ARITHMETIC = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -46,11 +47,16 @@ class Pass:
     """Blocks of tensors and their places in one wire: packed by one pass over memory, unpacked by another.
 
     Args:
-        blocks: no two of one pass share bytes of the wire. Their order decides the order of sums.
+        blocks: no two of one pass share bytes of the wire, and together they have all of them, where it has one dtype.
+            Their order decides the order of sums.
         dtypes: of every tensor's elements in the wire.
         elements: of the wire, whose dtype is the first of ``dtypes``.
         sums: an unpack adds up blocks of the same elements, and the indices of a first dim of stride 0, in order, with
             one rounding.
+
+    Raises:
+        ArgumentError: blocks of one dtype that overlap in the wire, leave a part of it, or lie outside; of up to 64
+            blocks, in check mode of any number.
     """
 
     def __init__(
@@ -58,6 +64,9 @@ class Pass:
     ) -> None:
         self.blocks = tuple([block for block in blocks if 0 not in block.size])
         self.dtypes, self.elements, self.sums = tuple(dtypes), elements, sums
+        is_thorough = variables.CHECK.value or variables.HASH.value
+        if elements and (is_thorough or len(self.blocks) <= _CHECKED) and len(set(self.dtypes)) == 1:
+            check_cover(self.blocks, elements, self.dtypes[0].itemsize, *([elements] if is_thorough else []))
 
     @cached_property
     def table(self) -> Segments | None:
@@ -71,7 +80,7 @@ class Pass:
     def is_in_order(self) -> bool:
         """Whether the wire has one tensor's elements in the order of its memory, so that it can be a view."""
         return len(self.dtypes) == 1 and all(
-            block.offset * self._itemsize(block) == block.wire
+            block.offset * self._itemsize(block) == block.wire_byte
             and all(size == 1 or a == b for size, a, b in zip(block.size, block.stride, block.wire_stride, strict=True))
             for block in self.blocks
         )
@@ -99,7 +108,7 @@ class Pass:
             start, fits = 0, True
             for block in self.blocks:
                 others = (*block.size[:dim], *block.size[dim + 1 :])
-                fits = fits and block.wire == start and others == (*shape[:dim], *shape[dim + 1 :])
+                fits = fits and block.wire_byte == start and others == (*shape[:dim], *shape[dim + 1 :])
                 start += block.size[dim] * dense[dim] * self._itemsize(block)
             if fits:
                 return shape, dim
@@ -122,9 +131,9 @@ class Pass:
                 count = block.size[0]
                 parts = [block.at(i, self._itemsize(block)) for i in range(count)]
             for part in parts:
-                targets.setdefault(part._replace(wire=0, wire_stride=()), []).append(part)
+                targets.setdefault(part._replace(wire_byte=0, wire_stride=()), []).append(part)
             if 1 < count <= _IN_ORDER:
-                stacks[parts[0]._replace(wire=0, wire_stride=())] = block
+                stacks[parts[0]._replace(wire_byte=0, wire_stride=())] = block
         return [
             WrittenBox(
                 target,
@@ -201,7 +210,7 @@ class Pass:
         for block in self.blocks:
             dtype = torch.uint8 if block.tensor == PADDING else self.dtypes[block.tensor]
             typed = wire if wire.dtype is dtype else _typed(wire, dtype)
-            start = typed.storage_offset() + block.wire // dtype.itemsize
+            start = typed.storage_offset() + block.wire_byte // dtype.itemsize
             place = typed.as_strided(block.size, block.wire_stride, start)
             copied += place.nbytes
             if block.tensor == PADDING:
@@ -230,7 +239,7 @@ class Pass:
             x = block.view(x) if block.offset else x.as_strided(block.size, block.stride)
             is_plain = x.dtype is dtype and scale is None and not accumulate
             if is_plain and len(parts) == 1:
-                at = typed.storage_offset() + parts[0].wire // dtype.itemsize
+                at = typed.storage_offset() + parts[0].wire_byte // dtype.itemsize
                 x.copy_(typed.as_strided(block.size, parts[0].wire_stride, at))
             elif is_plain and stack is not None:
                 torch.sum(stack.in_wire(typed), 0, dtype=dtype, out=x)

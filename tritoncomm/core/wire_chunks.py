@@ -211,7 +211,7 @@ class _Run(NamedTuple):
         first, count, distances = self
         if (block.tensor, block.size, block.stride) != (first.tensor, first.size, first.stride):
             return None
-        apart = block.offset - first.offset, block.wire - first.wire
+        apart = block.offset - first.offset, block.wire_byte - first.wire_byte
         if count == 1:
             return _Run(first, 2, apart) if apart[0] >= 0 and apart[1] % itemsize == 0 else None
         return _Run(first, count + 1, distances) if apart == (count * distances[0], count * distances[1]) else None

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tritoncomm.core.memory import share_memory, version_of
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import check_data, checked_ints
 from tritoncomm.errors import ArgumentError, ShapeError
@@ -145,10 +146,22 @@ class OwnedExchange:
 
         Args:
             tensors: this rank's shards by name.
-            compute: returns a full tensor of the same shape.
+            compute: returns a full tensor of the same shape. Where nothing was exchanged, as over one rank, it gets the
+                caller's own memory, which must not change.
+
+        Raises:
+            ArgumentError: ``compute`` has changed that in place.
         """
-        device = next((x.device for x in tensors.values()), torch.device("cpu"))
-        return self.distribute({name: compute(name, x) for name, x in self.collect(tensors).items()}, device)
+        device, results = next((x.device for x in tensors.values()), torch.device("cpu")), {}
+        for name, x in self.collect(tensors).items():
+            before = version_of(x)
+            results[name] = compute(name, x)
+            if version_of(x) != before and share_memory([x], [local_of(tensors[name])]):
+                raise ArgumentError(
+                    f"exchange_owned: compute has changed {name} in place, which is the caller's tensor here, as nothing "
+                    "was exchanged; return a new tensor"
+                )
+        return self.distribute(results, device)
 
 
 def exchange_owned(
