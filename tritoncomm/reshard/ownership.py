@@ -158,8 +158,8 @@ class OwnedExchange:
             results[name] = compute(name, x)
             if version_of(x) != before and share_memory([x], [local_of(tensors[name])]):
                 raise ArgumentError(
-                    f"exchange_owned: compute has changed {name} in place, which is the caller's tensor here, as nothing "
-                    "was exchanged; return a new tensor"
+                    f"exchange_owned: compute has changed {name} in place, which is the caller's tensor here, as "
+                    "nothing was exchanged; return a new tensor"
                 )
         return self.distribute(results, device)
 
