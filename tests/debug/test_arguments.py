@@ -15,10 +15,12 @@ from tritoncomm import ArgumentError, MismatchError, collective, p2p, record
 from tritoncomm.core.call import compare_arguments, enter
 from tritoncomm.debug.descriptor import KINDS
 from tritoncomm.experts import combine, dispatch
+from tritoncomm.integrations.sequence_batch import shard_batch
 from tritoncomm.recurrent import Exchanged, Sliced, by_heads, conv_halo
 from tritoncomm.ulysses import UlyssesAttention
 
 Call = Callable[[ProcessGroup, Any], Any]
+IDS = torch.arange(8)[None]
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -160,6 +162,13 @@ CASES: dict[str, tuple[str, Call, Any, Any]] = {
     "agreed_seed: seed": ("seed", dropped, 7, 8),
     "split_reduce_scatter: dtypes": ("dtypes", fused, torch.float32, torch.bfloat16),
     "reduce_scatter: async_op": ("async_op", wired, True, False),
+    "shard_batch: num_items_in_batch": (
+        "num_items_in_batch", lambda g, x: shard_batch({"input_ids": IDS, "num_items_in_batch": x}, g), 8, 9
+    ),
+    "shard_batch: num_items_in_batch or none": (
+        "num_items_in_batch", lambda g, x: shard_batch({"input_ids": IDS, "num_items_in_batch": x}, g),
+        torch.tensor(8), None,
+    ),
     "combine: dispatched": ("rows|sizes|send", combined, 0, 1),
 }  # fmt: skip
 
