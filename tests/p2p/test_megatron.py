@@ -178,7 +178,9 @@ def run_schedule(group: ProcessGroup, name: str) -> tuple[int, int, int]:
     )
     config.hidden_size, config.fine_grained_activation_offloading = HIDDEN, False
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    groups = SimpleNamespace(tp=alone, cp=alone, embd=None, pos_embd=None, pp=group, dp_cp=alone)
+    collection = importlib.import_module("megatron.core.process_groups_config").ProcessGroupCollection
+    groups = collection.__new__(collection)  # 0.17 and newer look at the type
+    vars(groups).update(tp=alone, cp=alone, embd=None, pos_embd=None, pp=group, dp_cp=alone)
     kind = enums.ModelType.encoder_or_decoder
     places = range(stage, stages * case.chunks, stages)
     mine = [Chunk(case, place, config, kind) for place in places]

@@ -26,7 +26,7 @@ from tritoncomm.core.plan import Ints, check_split_sizes, chunk_sizes, located, 
 from tritoncomm.core.validation import check_input, check_kind
 from tritoncomm.core.wire_chunks import Chunk, Layout, plan_chunks, row_stride
 from tritoncomm.errors import ArgumentError, CommError, UnsupportedError
-from tritoncomm.record import CopyPath, Span, hooks
+from tritoncomm.record import CopyPath, Span
 
 __all__ = [
     "WIRES",
@@ -176,8 +176,7 @@ def reduce_scatter(
         _check_out(out, x, x.narrow(dim, sum(sizes[:rank]), sizes[rank]), name)
     elif accumulate:
         raise ArgumentError(f"{name}: accumulate needs out, what is added to")
-    if hooks.observer is not None:  # else chunks of other lengths would meet
-        compare_arguments(name, group, async_op=asynchronous)
+    compare_arguments(name, group, async_op=asynchronous)  # which decides the lengths of chunks
     span = enter(name, "wire_sum", group, x, ((dim,), sizes, op, *wire.words, factor, accumulate)) or Span(name)
     handed = result if asynchronous else None
     flat = result.view(-1)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tritoncomm.core.memory import version_of
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor import dispatch
 from tritoncomm.tensor.box import Box, Slices, box_of, refuse_graph, write_shard
@@ -178,7 +179,7 @@ def _read(func: Callable[..., Any], name: str, args: Args, kwargs: Kwargs) -> An
 def _version(x: Tensor) -> int:
     """Return the number of writes that torch has counted on a tensor; inference tensors have none."""
     with torch._C.DisableTorchFunctionSubclass():
-        return 0 if x.is_inference() else x._version
+        return version_of(x)
 
 
 def _attribute(func: Any, args: Args) -> Any:
