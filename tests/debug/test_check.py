@@ -406,6 +406,36 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(pair: Pool) -> No
     assert "rank 1 did not come" in late, "a rank that comes too late is refused at once"
 
 
+def run_backward(group: ProcessGroup, mapping: str, elsewhere: bool) -> str:
+    """One rank's input needs no gradient, so that it goes on, to another call or to none."""
+    tritoncomm.destroy()
+    synchronise(group)
+    with p2p.check():
+        y = getattr(m, mapping)(T(2, 2).requires_grad_(group.rank() == 0), group=group)
+        for member in check._members.values():
+            member.timeout = 1.5
+        if group.rank() == 0:
+            return text_of(lambda: (y.sum() * 2).backward())
+        if elsewhere:
+            return text_of(lambda: c.all_reduce(T(2), group))
+        time.sleep(2)
+    return ""
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(
+    "mapping", ["gather_from_sequence_parallel_region", "copy_to_tensor_model_parallel_region", "all_to_all_sp2hp"]
+)
+def test_a_backward_that_waits_names_the_rank_whose_input_needs_no_gradient(
+    pair: Pool, mapping: str, elsewhere: bool
+) -> None:
+    text, other = pair.run(run_backward, mapping, elsewhere)
+    assert f"rank 0: {mapping}.backward(float32" in text
+    assert f"rank 1: {'all_reduce(' if elsewhere else 'no call'}" in text
+    for each in (text, other)[: 1 + elsewhere]:
+        assert each.endswith("it has to need one on every rank of the group, or on none")
+
+
 def run_hash(group: ProcessGroup, place: int) -> str:
     tritoncomm.destroy()
     synchronise(group)

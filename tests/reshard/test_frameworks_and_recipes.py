@@ -1,5 +1,6 @@
 """Users of resharding: DTensors and ColoTensors across meshes, checkpoints of another size, matrices on owners."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tritoncomm import ArgumentError, record
+from tritoncomm import ArgumentError, MismatchError, ShapeError, p2p, record
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.reshard import Layout, OwnedExchange, balanced_owners, exchange_owned, reshard, reshard_plan
 from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ProcessGroup, ReplicaSpec, ShardSpec
@@ -158,6 +159,36 @@ def test_an_owner_that_computes_in_place(group: TorchGroup) -> None:
             exchange({"a": shard}, lambda _, x: x.mul_(2))
     with torch.inference_mode():  # without versions
         assert torch.equal(exchange({"a": before.clone()}, lambda _, x: 2 * x)["a"], wanted)
+
+
+def _raises(_: Any, __: Tensor) -> Tensor:
+    raise ValueError("no convergence")
+
+
+_WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "dtype": (lambda _, x: x.double(), ArgumentError, "a must be a float32 tensor on its owner, not a float64 tensor"),
+    "shape": (lambda _, x: x[:1], ShapeError, r"a must have the shape \[4, 2\] on its owner, not \[1, 2\]"),
+    "nothing": (lambda _, x: None, ArgumentError, "a must be a float32 tensor on its owner, not a NoneType"),
+    "meta": (lambda _, x: x.to("meta"), ArgumentError, "a: a meta tensor has no data to send"),
+    "raises": (_raises, ValueError, "no convergence"),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", _WRONG)
+def test_what_an_owner_computes_wrongly_raises_on_every_rank(group: TorchGroup, case: str) -> None:
+    """In the first call, and with check mode in every one; then the exchange goes on."""
+    compute, kind, words = _WRONG[case]
+    layouts = {"a": Layout.on_mesh((4, 2), range(2), [0])}
+    shard, kind = torch.ones(2, 2), kind if group.rank() == 1 else MismatchError
+    exchange = OwnedExchange({"a": shard}, {"a": 1}, layouts, group=group)
+    for is_checked in (False, True):
+        with p2p.check() if is_checked else nullcontext():
+            with pytest.raises(kind, match=words):
+                exchange({"a": shard}, compute)
+            assert torch.equal(exchange({"a": shard}, lambda _, x: 2 * x)["a"], 2 * shard)
+    with pytest.raises(kind, match=words):
+        exchange_owned({"a": shard}, {"a": 1}, compute, layouts, group=group)
 
 
 def test_zigzag(group: TorchGroup) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tritoncomm import record
-from tritoncomm.debug.texts import encodable, one_line
+from tritoncomm.debug.texts import encodable, of_backward, one_line
 from tritoncomm.errors import MismatchError, PeerError
 
 __all__ = ["Blocked", "JobStore", "Reading", "job_store", "last_of", "raise_if"]
@@ -314,6 +314,7 @@ def raise_if(name: str, problem: Callable[[], str]) -> None:
         record.failed(name, failure)
         raise failure from error
     if text:
-        failure = MismatchError(f"{name}: {text}")
+        advice = of_backward([line for line in text.splitlines() if line.startswith("  rank")])
+        failure = MismatchError(f"{name}: {text}" + (f"\n{advice}" if advice else ""))
         record.failed(name, failure)
         raise failure

@@ -12,7 +12,7 @@ Example::
 import re
 from collections.abc import Mapping, Sequence
 
-from tritoncomm.debug.texts import by_text, label_of, named_ranks, one_line, table_of
+from tritoncomm.debug.texts import by_text, label_of, named_ranks, of_backward, one_line, table_of
 from tritoncomm.debug.trace import Call, Record, fields_compared, messages_of, transfers, with_line
 
 __all__ = ["by_ranks", "story"]
@@ -47,6 +47,9 @@ def story(records: Sequence[Record]) -> list[str]:
     lines += _job_lines(records)
     lines += _of_ranks({each.rank: _open_call(each, by_rank, joined) for each in records})
     lines += _of_ranks({each.rank: _open_collective(each, by_rank, joined) for each in records})
+    for related in ([line for line in lines if line.startswith("  ")], [x for x in lines if "did not join it" in x]):
+        if (advice := of_backward(related)) and advice not in lines:
+            lines.append(advice)
     lines = lines or ["the records agree, and no call was under way when they were written"]
     # The files may hold anything, so control characters are escaped.
     return ["".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-__all__ = ["by_text", "encodable", "label_of", "named_ranks", "one_line", "table_of"]
+__all__ = ["by_text", "encodable", "label_of", "named_ranks", "of_backward", "one_line", "table_of"]
 
 _MAX_RUNS = 6
 _MAX_CHARACTERS = 1000
@@ -51,3 +51,16 @@ def table_of(texts: Mapping[int, str]) -> str:
     lines = [f"  {named_ranks(ranks)}: {text}" for text, ranks in by_text(texts)]
     more = [f"  and {len(lines) - _MAX_LINES} more"] * (len(lines) > _MAX_LINES)
     return "\n".join(lines[:_MAX_LINES] + more)
+
+
+def of_backward(lines: Sequence[str]) -> str:
+    """Return the likely cause where a backward waits for a rank that is elsewhere; empty for other lines of ranks."""
+    # One line for every call of a table, or a line of a call that other ranks "did not join".
+    are = {".backward(" in line for line in lines if "has ended with" not in line}
+    are |= {False for line in lines if "did not join it" in line}
+    return (
+        "no backward runs on a rank whose input needed no gradient in forward: it has to need one on every rank of the "
+        "group, or on none"
+        if len(are) > 1
+        else ""
+    )

@@ -1,22 +1,25 @@
 """Owners of full tensors: shards to the full tensor on one rank and back, for optimizers such as Muon and Shampoo."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tritoncomm import variables
 from tritoncomm.core.memory import share_memory, version_of
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.validation import check_data, checked_ints
-from tritoncomm.errors import ArgumentError, ShapeError
+from tritoncomm.errors import ArgumentError, CommError, ShapeError
 from tritoncomm.groups import GroupLike
 from tritoncomm.reshard.api import BUCKET_BYTES, ReshardPlan, reshard_plan
 from tritoncomm.reshard.layout import Layout
 from tritoncomm.reshard.names import named
-from tritoncomm.reshard.request import is_dtensor, local_of, participants_of, refusing, source_of
+from tritoncomm.reshard.request import is_dtensor, local_of, participants_of, raise_together, refusing, source_of
 
 __all__ = ["OwnedExchange", "balanced_owners", "exchange_owned"]
 
@@ -100,9 +103,12 @@ class OwnedExchange:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         participants = participants_of(group, "exchange_owned")
+        group = participants.group
+        self._group = (lambda: None) if group is None else weakref.ref(group)  # as plans have it
+        self._has_agreed = False
         with refusing(participants, "exchange_owned"):
             layouts, full = _layouts(tensors, owners, source)
-        options: dict[str, Any] = {"group": participants.group, "bucket_bytes": bucket_bytes}
+        options: dict[str, Any] = {"group": group, "bucket_bytes": bucket_bytes}
         self._dtypes = {name: x.dtype for name, x in tensors.items()}
         home = {name: (x.device_mesh, x.placements) if is_dtensor(x) else layouts[name] for name, x in tensors.items()}
         self.owned = [name for name in tensors if owners[name] == dist.get_rank()]
@@ -130,9 +136,14 @@ class OwnedExchange:
 
         Raises:
             ShapeError: other names than this rank owns, or a tensor of another shape.
+            ArgumentError: a tensor of another dtype, or no tensor.
+            MismatchError: another rank has raised, in the first call of this exchange; with ``TRITONCOMM_CHECK=1`` in
+                any. In later calls the ranks would wait for one that raises, as comparing would let the host wait for
+                the device in every step.
         """
-        if sorted(full) != sorted(self.owned):
-            raise ShapeError(f"exchange_owned: this rank owns {self.owned}, not {list(full)}")
+        with self._telling():
+            self._check(full)
+        self._agree(None)
         device = next((x.device for x in full.values()), torch.device(device))
         sources = {
             name: full[name] if name in full else torch.empty(0, dtype=dtype, device=device)
@@ -151,17 +162,53 @@ class OwnedExchange:
 
         Raises:
             ArgumentError: ``compute`` has changed that in place.
+            CommError: what ``compute`` has returned, as ``distribute``. The other ranks hear of that, and of an
+                exception of ``compute``, in the same calls.
         """
         device, results = next((x.device for x in tensors.values()), torch.device("cpu")), {}
-        for name, x in self.collect(tensors).items():
-            before = version_of(x)
-            results[name] = compute(name, x)
-            if version_of(x) != before and share_memory([x], [local_of(tensors[name])]):
-                raise ArgumentError(
-                    f"exchange_owned: compute has changed {name} in place, which is the caller's tensor here, as "
-                    "nothing was exchanged; return a new tensor"
-                )
+        full = self.collect(tensors)
+        with self._telling():
+            for name, x in full.items():
+                before = version_of(x)
+                results[name] = compute(name, x)
+                if version_of(x) != before and share_memory([x], [local_of(tensors[name])]):
+                    raise ArgumentError(
+                        f"exchange_owned: compute has changed {name} in place, which is the caller's tensor here, as "
+                        "nothing was exchanged; return a new tensor"
+                    )
         return self.distribute(results, device)
+
+    def _check(self, full: Mapping[str, Any]) -> None:
+        """Reject other tensors than the owner of these names has."""
+        if sorted(full) != sorted(self.owned):
+            raise ShapeError(f"exchange_owned: this rank owns {self.owned}, not {list(full)}")
+        for name, x in full.items():
+            if not isinstance(x, Tensor) or x.dtype != self._dtypes[name]:
+                got = f"{str(x.dtype).removeprefix('torch.')} tensor" if isinstance(x, Tensor) else type(x).__name__
+                wanted = str(self._dtypes[name]).removeprefix("torch.")
+                raise ArgumentError(f"exchange_owned: {name} must be a {wanted} tensor on its owner, not a {got}")
+            if x.shape != self.shapes[name]:
+                shapes = f"{list(self.shapes[name])} on its owner, not {list(x.shape)}"
+                raise ShapeError(f"exchange_owned: {name} must have the shape {shapes}")
+            check_data(x, f"exchange_owned: {name}")
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Raise an exception of this rank on the other ranks, too, where they compare; see ``_agree``."""
+        try:
+            yield
+        except Exception as failure:
+            text = f"exchange_owned: {type(failure).__name__}: {failure}"
+            with suppress(CommError):  # this rank raises its own
+                self._agree(failure if isinstance(failure, CommError) else ArgumentError(text))
+            raise
+
+    def _agree(self, error: CommError | None) -> None:
+        """Raise an error of any rank on all of them, until a call was without one; in check mode in every call."""
+        group = self._group()
+        if group is not None and (not self._has_agreed or variables.CHECK.value or variables.HASH.value):
+            raise_together("exchange_owned", group, error)
+            self._has_agreed = True
 
 
 def exchange_owned(

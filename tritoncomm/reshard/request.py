@@ -544,10 +544,15 @@ def refusing(participants: Participants, name: str) -> Iterator[None]:
     except CommError as error:
         # The other ranks may be comparing plans: without this rank they would wait for the group's timeout.
         if participants.group is not None:
-            _report(name, participants.group, (), plan="new", error=error)
-            # There is no request to hash, or to describe: the error alone makes all ranks raise.
-            agree(name, participants.group, digest=bytes(16), error=error, describe=dict)
+            raise_together(name, participants.group, error)
         raise
+
+
+def raise_together(name: str, group: ProcessGroup, error: CommError | None) -> None:
+    """Raise an error of this rank on every rank of the group; all of them call, None being that of one without."""
+    _report(name, group, (), plan="new", error=error)
+    # There is no request to hash, or to describe: the error alone makes all ranks raise.
+    agree(name, group, digest=bytes(16), error=error, describe=dict)
 
 
 def _report(name: str, group: ProcessGroup, tensors: Sequence[Tensor], plan: str, error: CommError | None) -> None:
