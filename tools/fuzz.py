@@ -19,6 +19,7 @@ import fuzz_attention
 import fuzz_batches
 import fuzz_experts
 import fuzz_files
+import fuzz_recurrences
 import fuzz_reshard
 import fuzz_segments
 import fuzz_stages
@@ -161,7 +162,9 @@ DOMAINS = {
     "attention": Domain(150, fuzz_attention.attentions(WORLDS, JUNK), _on_ranks(fuzz_attention.run_attention)),
     # The first case of a rank imports transformers.
     "batches": Domain(16, fuzz_batches.batches(), _on_ranks(fuzz_batches.run_batch, 90)),
-    "experts": Domain(80, fuzz_experts.routings(RANKS), _on_ranks(fuzz_experts.run_routing)),
+    # Kernels of the interpreter take 8 ranks on few cores long for 1,030 columns.
+    "experts": Domain(80, fuzz_experts.routings(RANKS), _on_ranks(fuzz_experts.run_routing, 90)),
+    "recurrences": Domain(60, fuzz_recurrences.recurrences(RANKS), _on_ranks(fuzz_recurrences.run_recurrence)),
     "stages": Domain(150, fuzz_stages.stage_steps(WORLDS, JUNK), _on_ranks(fuzz_stages.run_stages)),
     "hops": Domain(150, fuzz_states.hops(WORLDS), _on_ranks(fuzz_states.run_hop)),
     "layouts": Domain(150, fuzz_states.layouts(WORLDS, JUNK), _on_ranks(fuzz_states.run_layout)),
@@ -169,7 +172,7 @@ DOMAINS = {
     "files": Domain(150, fuzz_states.files(WORLDS), _on_ranks(fuzz_states.run_file)),
     "arguments": Domain(50, fuzz_arguments.arguments_of(JUNK), _alone(fuzz_arguments.check_arguments)),
     "segments": Domain(50, fuzz_segments.segments_of(JUNK), _alone(fuzz_segments.check_segments)),
-    "headers": Domain(200, fuzz_files.words(), _alone(fuzz_files.check_words)),
+    "headers": Domain(140, fuzz_files.words(), _alone(fuzz_files.check_words)),
     "tables": Domain(100, fuzz_files.tables_of(), _alone(fuzz_files.check_table)),
     "records": Domain(100, fuzz_files.records(), _alone(fuzz_files.check_records)),
     "variables": Domain(100, fuzz_files.variables_of(), _alone(fuzz_files.check_variable)),
