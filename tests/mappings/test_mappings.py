@@ -29,6 +29,7 @@ from mapping_cases import (
     summed,
 )  # fmt: skip
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.distributed import ProcessGroup
 
 from tritoncomm import mappings as m
@@ -299,6 +300,16 @@ def test_meta_tensors_propagate_shapes(group: ProcessGroup) -> None:
     assert torch.autograd.grad(summed, x, torch.ones_like(summed))[0].shape == x.shape
     columns = m.all_to_all_dims(rows, 1, 0, group, gather_sizes=sizes)
     assert (columns.is_meta, columns.shape) == (True, (total, 2))
+
+
+@pytest.mark.ranks(2)
+def test_fake_tensors_of_any_strides_propagate_shapes(group: ProcessGroup) -> None:
+    """A view that strides do not allow is another error with them."""
+    world, mode = group.size(), FakeTensorMode()
+    plain = torch.ones(4 * world, 2, 2 * world)
+    x = mode.from_tensor(torch.ones(2 * world, 2, 4 * world)).permute(2, 1, 0)
+    for name, call in MAPPINGS.items():
+        assert run(call, x, group).shape == run(call, plain, group).shape, name
 
 
 # The dot-product test: <f(x), y> = <x, f'(y)>; a replicated side counts once, the others sum over the ranks.

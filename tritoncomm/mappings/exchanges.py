@@ -81,7 +81,7 @@ def _flattened(x: Tensor, name: str) -> Tensor:
         return x.reshape(flat)
     try:
         return x.view(flat)
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # of a fake tensor
         check_kind(x, name)  # a sparse tensor has no such view either
         started = record.now()
         rows, path, copied = ops.pack(x, dim=0, world=1)  # a contiguous copy

@@ -141,7 +141,7 @@ def _hides_copy(
         sizes[dim], new_sizes[new] = 2, 2 * new_sizes[new]
     try:
         torch.empty_strided(sizes, strides, device="meta").view(new_sizes)
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # with fake tensors
         return True
     return False
 
