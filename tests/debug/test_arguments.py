@@ -59,13 +59,11 @@ def attention(group: ProcessGroup, **given: Any) -> Tensor:
 
 
 def groups_over(group: ProcessGroup) -> Any:
-    """The ranks of ``group``, which send over it from now on: ColoTensors look it up by its ranks."""
+    """The ranks of ``group`` as those of ColoTensors, which look up a process group by them."""
     from tritoncomm.tensor import ProcessGroup as Groups
-    from tritoncomm.tensor import group_registry
 
-    ranks = tuple(dist.get_process_group_ranks(group))
-    group_registry._register(group, dist.get_backend(group), ranks)
-    return Groups(ranks=list(ranks), tp_degree=len(ranks))
+    ranks = dist.get_process_group_ranks(group)
+    return Groups(ranks=ranks, tp_degree=len(ranks))
 
 
 def colo(group: ProcessGroup, x: Tensor, dim: int) -> Any:
