@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from tritoncomm.errors import UnsupportedError
+from tritoncomm.groups import make_group
 from tritoncomm.integrations import changes, recurrent_layers, rotary_tables, switching
 from tritoncomm.integrations import transformers as ours
 from tritoncomm.integrations.changes import Change, Changes
@@ -376,7 +377,7 @@ def test_a_model_that_was_switched_for_one_rank(group: ProcessGroup) -> None:
     from tiny_models import tiny  # imports transformers
 
     model, batch = tiny("llama"), {"input_ids": torch.arange(3, 19)[None]}
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    alone = make_group("alone", [dist.get_rank()])
     try:
         with warnings.catch_warnings(action="ignore"):  # a sequence group of one rank of two
             name = ours.register(alone)
@@ -502,7 +503,7 @@ def test_parts_that_are_replaced_in_a_switched_model(group: ProcessGroup) -> Non
     from tiny_models import tiny  # imports transformers
     from transformers.models.llama import modeling_llama
 
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    alone = make_group("alone", [dist.get_rank()])
     with warnings.catch_warnings(action="ignore"):  # a sequence group of one rank of two
         name, single = ours.register(group, name="n"), ours.register(alone, name="single")
     ids = torch.arange(32)[None] % 40

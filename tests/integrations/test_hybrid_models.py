@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 import tritoncomm
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
+from tritoncomm.groups import make_group
 from tritoncomm.integrations import model_parts, recurrent_layers, switching
 from tritoncomm.integrations import transformers as ours
 from tritoncomm.integrations.sequence_batch import IGNORED
@@ -961,7 +962,7 @@ def test_functions_of_layers_go_with_their_registration(group: ProcessGroup) -> 
 
     model: Any = tiny("qwen3_next")
     batch = {"input_ids": torch.arange(3, 19)[None]}
-    made = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    made = make_group("alone", [dist.get_rank()])
     reference = weakref.ref(made)
     try:
         ours.switch(model, ours.register(made))

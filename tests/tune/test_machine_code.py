@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 ELEMENT = {16: ("i64", 2), 8: ("i64", 1), 4: ("i32", 1), 2: ("i16", 1), 1: ("i8", 1)}
 on_targets = pytest.mark.parametrize("target", EVERY_TARGET)
 TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+# Triton 3.8 takes a sixth more instructions for a narrow tail on NVIDIA, and on AMD loads of a loop two passes ahead.
+IS_NEW = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
 SIZE = {"i64": 8, "i32": 4, "i16": 2, "i8": 1, "fp32": 4, "bf16": 2, "fp64": 8}
 
 
@@ -255,7 +257,7 @@ TABLES = {
     "many-tensors": ([FLAT], torch.float32, True, 45),
     "many-tensors-rows": ([ROWS], torch.float32, True, 75),
     "padding": ([FLAT, (-1, 0, 1, 64, 0, 2**22)], torch.float32, False, 50),
-    "narrow": ([FLAT, (0, 2**20, 1, 999, 0, 2**22 + 2)], torch.float32, False, 60),
+    "narrow": ([FLAT, (0, 2**20, 1, 999, 0, 2**22 + 2)], torch.float32, False, 72 if IS_NEW else 60),
     "narrow-rows": ([ROWS, (0, 2**20, 9, 9, 13, 2**22 + 1)], torch.float32, False, 110),
     "cast": ([FLAT], torch.bfloat16, False, 95),
     "cast-rows": ([ROWS], torch.bfloat16, False, 110),
@@ -377,5 +379,8 @@ def test_sums_of_rows(target: str) -> None:
         assert code.instructions / code.loads.count(16) <= 120, code.instructions
     assert scaled.loads.count(16) == len(scaled.stores)
     assert (dot.coalesced, dot.spills) == (True, 0)
-    assert dot.loads.count(16) == 2
-    assert dot.instructions <= 210  # the tree of ten sums has no pass through shared memory but for the warps
+    is_ahead = IS_NEW and target.startswith("gfx")
+    assert dot.loads.count(16) == (6 if is_ahead else 2)
+    assert dot.instructions <= (
+        320 if is_ahead else 210
+    )  # the tree of ten sums has no pass through shared memory but for the warps

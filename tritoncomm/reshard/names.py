@@ -18,8 +18,10 @@ __all__ = ["Kinds", "Sides", "kinds_of", "named", "shortened"]
 Sides = Mapping[str, tuple[Layout, Layout]]
 """Source and target layout of every tensor, by name."""
 
-# Every rank has the same torch, and so the same numbers.
-_DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
+# Every rank has the same torch, and so the same numbers. The first one also stands for a dtype that does not matter.
+_DTYPES = sorted(
+    {x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=lambda x: (x != torch.float32, str(x))
+)
 _NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}
 _SHOWN = 3  # names of an error
 
