@@ -104,11 +104,12 @@ def run_recipe(
     recipe: str,
     fault: Fault | None,
     mistaken: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    dtype: torch.dtype = torch.float64,
 ) -> verify.Report:
     """The report on a recipe, in which a fault may stand; the ranks run it inside of a mistake of ours."""
     variables = _launch(group)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     joined = mock.patch.object(dist, "init_process_group", running._joined)
     try:
         with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, variables), joined:

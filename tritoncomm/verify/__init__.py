@@ -5,7 +5,9 @@
 """
 
 from tritoncomm.verify.comparison import Report, compare
-from tritoncomm.verify.recording import Call, Case, Recording, draw, record, without_noise
+from tritoncomm.verify.drawing import draw, without_noise
+from tritoncomm.verify.recorder import record
+from tritoncomm.verify.recording import Call, Case, Recording
 from tritoncomm.verify.relations import Relation
 
 __all__ = ["Call", "Case", "Recording", "Relation", "Report", "compare", "draw", "record", "without_noise"]

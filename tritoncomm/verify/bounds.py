@@ -35,6 +35,13 @@ class Values(NamedTuple):
         return cls(wide(whole), list(map(wide, parts)), bound)
 
 
+class ChangeBound(NamedTuple):
+    """Bound of a parameter's change, and where the change is more than rounding: 1 there, else 0."""
+
+    bound: float
+    is_known: Tensor
+
+
 class Bounds:
     """Bounds of the tensors of a step, from its recording in one process.
 
@@ -52,14 +59,26 @@ class Bounds:
         """Return the bound of a parameter, which is only copied and cast."""
         return 4 * _eps([whole, *parts]) * largest(whole)
 
-    def of_output(self, call: Call, j: int, of_input: bool = False) -> float:
-        """Return the bound of an output, or an input, of a call."""
-        x = self._whole.tensors[(call.inputs if of_input else call.outputs)[j]]
+    def of_output(self, call: Call, j: int) -> float:
+        """Return the bound of an output of a call."""
+        return self._of_value(call, call.outputs[j], self.exact_output(call, j))
+
+    def of_input(self, call: Call, key: str) -> float:
+        """Return the bound of an input of a call."""
         exact = self._exact.get((call.name, call.number))
-        if exact is not None and self._whole.exact is not None:
-            places = exact.inputs if of_input else exact.outputs
-            return _rounding(x, self._whole.exact.tensors[places[j]] if j < len(places) else None)
+        place = None if exact is None else exact.inputs.get(key)
+        return self._of_value(call, call.inputs[key], self._exact_tensor(place))
+
+    def _of_value(self, call: Call, index: int, exact: Tensor | None) -> float:
+        """Return the bound of a tensor of a call; ``exact`` is the one in float64."""
+        x = self._whole.tensors[index]
+        if (call.name, call.number) in self._exact:
+            return _rounding(x, exact)
         return _FACTOR * torch.finfo(call.narrowest).eps * math.sqrt(call.reduction) * largest(x)
+
+    def _exact_tensor(self, index: int | None) -> Tensor | None:
+        """Return a tensor of the step in float64."""
+        return None if index is None or self._whole.exact is None else self._whole.exact.tensors[index]
 
     def of_gradient(self, whole: Tensor, parts: Sequence[Tensor], exact: Tensor | None) -> float:
         """Return the bound of a gradient; ``exact`` is the one in float64, None without such a step.
@@ -72,6 +91,40 @@ class Bounds:
         eps = max(torch.finfo(self._whole.narrowest).eps, _eps([whole, *parts]))
         return _FACTOR * eps * math.sqrt(self._whole.reduction) * self._largest_gradient
 
+    def of_backward(self, x: Tensor) -> float:
+        """Return the bound of the gradient of an output."""
+        return _FACTOR * torch.finfo(self._whole.narrowest).eps * math.sqrt(self._whole.reduction) * largest(x)
+
+    def of_buffer(self, whole: Tensor) -> float:
+        """Return the bound of a buffer after the step; one of integers has none."""
+        is_exact = not (whole.is_floating_point() or whole.is_complex())
+        return 0.0 if is_exact else self.of_backward(wide(whole))
+
+    def change(self, name: str) -> Tensor:
+        """Return what the step changed of a parameter, in float64."""
+        return _change(self._whole, name)
+
+    def of_change(self, name: str, change: Tensor) -> "ChangeBound":
+        """Return the bound of the change of a parameter, and where it is known.
+
+        An optimizer may divide by the size of the gradient, so that an element whose gradient is rounding changes by
+        rounding alone. With ``b`` the bound of the gradient and ``m`` its largest magnitude, elements count from
+        ``sqrt(b * m)`` on, where the gradient is known to ``sqrt(b / m)`` of itself, and so is the change.
+        """
+        gradient = self._whole.gradients.get(name)
+        if gradient is None or not bool((gradient != 0).any()):  # deleted by the step, or set to zero
+            gradient = self._whole.accumulated.get(name)
+        copied = 4 * _eps([self._whole.parameters[name]]) * max(largest(self._whole.parameters[name]), largest(change))
+        is_known, error = torch.ones_like(change), _FACTOR * torch.finfo(self._whole.narrowest).eps
+        if gradient is not None and gradient.shape == self._whole.parameters[name].shape:
+            bound, most = self.of_gradient(gradient, [], self.exact_gradient(name)), largest(gradient)
+            error = math.sqrt(bound / most)
+            is_known = (wide(gradient).abs() >= error * most).to(change.dtype)
+        rounding = 0.0
+        if self._whole.exact is not None and name in self._whole.exact.parameters:
+            rounding = _OF_ROUNDING * difference(change, _change(self._whole.exact, name))
+        return ChangeBound(max(copied + _FACTOR * error * largest(change), rounding), is_known)
+
     def of_loss(self, whole: Tensor) -> float:
         """Return the bound of the loss."""
         eps, reduction = torch.finfo(self._whole.narrowest).eps, self._whole.reduction
@@ -81,13 +134,17 @@ class Bounds:
     def exact_output(self, call: Call, j: int) -> Tensor | None:
         """Return an output in float64; None without a step in float64."""
         exact = self._exact.get((call.name, call.number))
-        if exact is None or self._whole.exact is None or j >= len(exact.outputs):
-            return None
-        return self._whole.exact.tensors[exact.outputs[j]]
+        return self._exact_tensor(None if exact is None or j >= len(exact.outputs) else exact.outputs[j])
 
     def exact_gradient(self, name: str) -> Tensor | None:
         """Return a gradient in float64; None without a step in float64."""
         return None if self._whole.exact is None else self._whole.exact.gradients.get(name)
+
+
+def _change(run: Recording, name: str) -> Tensor:
+    """Return what a step changed of a parameter, in float64."""
+    before = run.parameters[name]
+    return wide(run.changed.get(name, before)) - wide(before)
 
 
 def is_below(exact: Tensor | None, values: Values) -> bool:

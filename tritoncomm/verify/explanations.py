@@ -72,7 +72,7 @@ def _of_values(values: Values, ranks: Sequence[int], nearest: Relation | None) -
         if missing:
             yield missing
         return
-    partly = ""
+    partly: dict[tuple[int, ...], None] = {}  # sets of wrong ranks, by relations of which some are right
     for relation in candidates(whole, parts, False):
         expected = [relation.of(whole, k) for k in range(len(parts))]
         if relation.view or any(e is None or e.shape != x.shape for e, x in zip(expected, parts, strict=True)):
@@ -88,10 +88,12 @@ def _of_values(values: Values, ranks: Sequence[int], nearest: Relation | None) -
             yield f"chunks in another order: {places}"
             return
         wrong = [rank for rank, (x, e) in zip(ranks, pairs, strict=True) if difference(x, e) > bound]
-        if not partly and len(wrong) < len(pairs):
-            partly = f"only {ranks_in_words(wrong)} differ{'s' if len(wrong) == 1 else ''}"
-    if partly:
-        yield partly
+        if len(wrong) < len(pairs) and relation.covered(len(parts)) == relation.blocks:
+            partly[tuple(wrong)] = None
+    # Of several sets the smallest counts; of two as small each may be the innocent one.
+    fewest = [each for each in partly if len(each) == min(map(len, partly))]
+    if len(fewest) == 1:
+        yield f"only {ranks_in_words(fewest[0])} differ{'s' if len(fewest[0]) == 1 else ''}"
 
 
 def of_gradient(
@@ -155,7 +157,7 @@ def factor_of(parts: Sequence[Tensor], expected: Sequence[Tensor], bound: float)
     if any(difference(x, ratio * e) > 4 * bound * max(1.0, abs(ratio)) for x, e in zip(parts, expected, strict=True)):
         return None
     if abs(ratio) < 1e-9:
-        return "is zero"
+        return "is 0 on all ranks"
     if abs(ratio - round(ratio)) < 1e-6 and abs(round(ratio)) > 1:
         return f"is {round(ratio)} times the whole one"
     if abs(1 / ratio - round(1 / ratio)) < 1e-6:

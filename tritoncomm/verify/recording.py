@@ -1,31 +1,20 @@
 """One training step of a model, recorded: inputs and outputs of every module, parameters and gradients."""
 
+import dataclasses
 import io
-import math
-import re
-import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tritoncomm.errors import ArgumentError
+from tritoncomm.verify.names import partners
 from tritoncomm.verify.relations import Relation
 
-__all__ = ["Call", "Case", "Recording", "draw", "gradient_of", "plain", "record", "without_noise"]
+__all__ = ["ROOT", "Call", "Case", "Recording", "gradient_of", "plain"]
 
-_NOISE = re.compile(
-    r"drop(out|_?path)?(_p|_prob|_rate)?$|(^|_)p_?drop|dropout|jitter|router_noise|noise_std", re.IGNORECASE
-)
-_DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
-_COLLECTIVES = ("c10d", "_c10d_functional")
-_STAGES, _INFERENCES = "torch.distributed.pipelining.stage", ("_shape_inference", "_forward_metadata_inference")
 ROOT: Final = "the model"
 
 
@@ -37,12 +26,6 @@ def plain(x: Tensor) -> Tensor:
     if hasattr(x, "wait"):  # a functional collective's result in flight
         x = x.wait()  # pyright: ignore
     return x if type(x) is Tensor else x.as_subclass(Tensor)
-
-
-def _copied(x: Tensor) -> Tensor:
-    """Return this rank's values in memory of their own, on the CPU."""
-    x = plain(x)
-    return x.clone() if x.is_cpu else x.cpu()
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
@@ -64,7 +47,8 @@ class Case:
         model: the modules of this rank; several chunks of a pipeline have names that begin with their number.
         step: forward and backward of one step; returns the loss, or None where a rank has none.
         rename: from the name of a parameter or module to its name in the run of one process; None leaves it out. A
-            mapping keeps names that it does not have. A module ``a`` is looked up as ``a.``, too.
+            mapping keeps names that it does not have. A module ``a`` is looked up as ``a.``, too. What torch's wrappers
+            and peft add to names is taken off without it, where the name has a partner then.
         gradient: returns the gradient of a parameter, by default ``main_grad``, then ``grad``.
         value: returns the values of a parameter, by default its own; for programs that keep them elsewhere (ZeRO-3).
         relations: what ranks hold of a tensor where the search cannot know, by name or pattern (``"*.qkv.weight"``):
@@ -74,7 +58,7 @@ class Case:
 
     model: nn.Module | Sequence[nn.Module]
     step: Callable[[], Tensor | None]
-    rename: Callable[[str], str | None] | Mapping[str, str] = field(default_factory=dict)
+    rename: Callable[[str], str | None] | Mapping[str, str | None] = field(default_factory=dict)
     gradient: Callable[[nn.Parameter], Tensor | None] = gradient_of
     value: Callable[[nn.Parameter], Tensor] = _itself
     relations: Mapping[str, Relation] = field(default_factory=dict)
@@ -90,13 +74,19 @@ class Case:
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter by its name in this program; tied ones by each of their names."""
+        return self._named("named_parameters")
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Every buffer by its name in this program."""
+        return self._named("named_buffers")
+
+    def _named(self, method: str) -> dict[str, Any]:
+        """Return parameters or buffers by name; those of several chunks begin with their number."""
         if isinstance(self.model, nn.Module):
-            return dict(self.model.named_parameters(remove_duplicate=False))
-        return {
-            f"{i}.{name}": each
-            for i, chunk in enumerate(self.model)
-            for name, each in chunk.named_parameters(remove_duplicate=False)
-        }
+            return dict(getattr(self.model, method)(remove_duplicate=False))
+        chunks = enumerate(self.model)
+        return {f"{i}.{name}": x for i, chunk in chunks for name, x in getattr(chunk, method)(remove_duplicate=False)}
 
     def whole_name(self, name: str) -> str | None:
         """Return the name of a parameter in the run of one process; None if it is not compared."""
@@ -105,8 +95,11 @@ class Case:
     def whole_module(self, name: str) -> str | None:
         """Return the name of a module in the run of one process; None if it is not compared."""
         if not callable(self.rename):
-            prefixes = (new.removesuffix(old.removeprefix(f"{name}.")) for old, new in self.rename.items()
-                        if old.startswith(f"{name}.") and new.endswith(old.removeprefix(f"{name}.")))  # fmt: skip
+            prefixes = (
+                new.removesuffix(end)
+                for old, new in self.rename.items()
+                if old.startswith(f"{name}.") and new is not None and new.endswith(end := old.removeprefix(f"{name}."))
+            )
             return self.rename.get(name, next((each.rstrip(".") for each in prefixes), name))
         renamed = self.rename(f"{name}.") if name else self.rename(name)
         return None if renamed is None else renamed.rstrip(".")
@@ -119,24 +112,23 @@ class Call:
     Attributes:
         name: of the module in the run of one process.
         number: of this call among those of the module, from 0.
-        inputs, outputs: indices of tensors in ``Recording.tensors``.
+        inputs: indices of tensors in ``Recording.tensors``, by the names in the signature of ``forward``.
+        outputs: indices of tensors in ``Recording.tensors``.
         narrowest: narrowest floating-point dtype that any operator had produced by the end of the call.
         reduction: most addends of an operator until then.
         collectives: calls of a backend in the step before it began, and by its end.
-        sources: indices of the calls in ``Recording.calls`` from whose outputs its inputs were computed, as far as
-            autograd's graph shows, without a call between.
-        has_graph: whether an output is in autograd's graph.
+        sources: indices of the calls in ``Recording.calls`` from whose outputs its inputs were computed, without a call
+            between: as far as autograd's graph and the operators that ran show.
     """
 
     name: str
     number: int
-    inputs: list[int]
+    inputs: dict[str, int]
     outputs: list[int]
     narrowest: torch.dtype
     reduction: int
     collectives: tuple[int, int]
     sources: list[int] = field(default_factory=list)
-    has_graph: bool = False
 
 
 @dataclass
@@ -148,14 +140,20 @@ class Recording:
         tensors: inputs and outputs of the calls, each once.
         parameters, gradients: by their names in the run of one process; a gradient may be None.
         tied: for a parameter that has several names all of them, by the first.
-        inputs: floating-point and integer tensors that the model was first called with, in float64.
+        inputs: floating-point and integer tensors that the model was first called with, in float64, by their names in
+            the signature of its ``forward``.
         loss: what the step returned.
         narrowest, reduction: over the whole step.
         modules: names of all modules, called or not.
         relations: of the case.
         noise: attributes that draw random numbers, in words.
-        exact: the same step in float64, for a step in 16 bits: the distance of the two is what rounding does.
+        exact: the same step in float64, for a step in 16 bits: the distance of the two is what rounding does. Where the
+            ranks have one, too, they are compared as well, and more closely.
         has_autocast: whether a module was called under autocast.
+        buffers: before the step, by their names in the run of one process.
+        changed: parameters and buffers that the step changed, after it.
+        accumulated: gradients as backward left them last, which the step may have deleted since.
+        backward: gradients of outputs by their indices in ``tensors``, where they were asked for.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -163,7 +161,7 @@ class Recording:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     tied: dict[str, list[str]] = field(default_factory=dict)
-    inputs: list[Tensor] = field(default_factory=list)
+    inputs: dict[str, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
     narrowest: torch.dtype = torch.float64
     reduction: int = 1
@@ -172,11 +170,51 @@ class Recording:
     noise: list[str] = field(default_factory=list)
     exact: "Recording | None" = None
     has_autocast: bool = False
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    changed: dict[str, Tensor] = field(default_factory=dict)
+    accumulated: dict[str, Tensor] = field(default_factory=dict)
+    backward: dict[int, Tensor] = field(default_factory=dict)
+
+    def renamed(self, whole: "Recording") -> "Recording":
+        """Return the recording with the names of one process, where wrappers have made other names of them."""
+        modules = partners(whole.modules, self.modules)
+        tensors = partners((*whole.parameters, *whole.buffers), (*self.parameters, *self.buffers))
+        names = {name: new or name for name, new in tensors.items()}
+        if all(name == new for name, new in (modules | names).items()):
+            return self
+        kept = [i for i, call in enumerate(self.calls) if modules.get(call.name, call.name) is not None]
+        places = {old: new for new, old in enumerate(kept)}
+        calls = [
+            dataclasses.replace(
+                self.calls[i],
+                name=modules.get(self.calls[i].name, self.calls[i].name),
+                sources=[places[each] for each in self.calls[i].sources if each in places],
+            )
+            for i in kept
+        ]
+        return dataclasses.replace(
+            self,
+            calls=calls,
+            modules=[new for new in modules.values() if new is not None],
+            parameters={names[name]: x for name, x in self.parameters.items()},
+            gradients={names[name]: x for name, x in self.gradients.items()},
+            buffers={names[name]: x for name, x in self.buffers.items()},
+            changed={names[name]: x for name, x in self.changed.items()},
+            tied={names[name]: [names[each] for each in same] for name, same in self.tied.items()},
+            relations={names.get(name, name): relation for name, relation in self.relations.items()},
+        )
 
     @property
     def is_rounded(self) -> bool:
         """Whether an operator of the step had a result in 16 bits or fewer."""
         return torch.finfo(self.narrowest).eps > torch.finfo(torch.float32).eps
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether all tensors of the recording are in float64."""
+        values = (*self.tensors, *self.parameters.values(), *self.gradients.values(), *self.changed.values())
+        return all(torch.finfo(x.dtype).eps <= torch.finfo(torch.float64).eps for x in values
+                   if x is not None and (x.is_floating_point() or x.is_complex()))  # fmt: skip
 
     def to_bytes(self) -> bytes:
         """Return the recording as bytes, for a file or another rank."""
@@ -192,271 +230,3 @@ class Recording:
     def load(cls, path: str | Path) -> "Recording":
         """Read the file that ``record(..., to=path)`` wrote; only one that you trust."""
         return cls.from_bytes(Path(path).read_bytes())
-
-
-class _Watch(TorchDispatchMode):
-    """Notes the narrowest floating-point dtype, the longest reduction and the collectives of all operators."""
-
-    def __init__(self, follow: Callable[[str | None], None] | None = None) -> None:
-        super().__init__()
-        self.follow = follow or (lambda name: None)
-        self.narrowest, self.reduction, self.collectives = torch.float64, 1, 0
-        self._eps = torch.finfo(torch.float64).eps
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in _COLLECTIVES:
-            self.collectives += 1
-            self.follow(None)
-            return func(*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
-        for x in (result,) if isinstance(result, Tensor) else result if isinstance(result, tuple | list) else ():
-            if isinstance(x, Tensor) and x.is_floating_point() and (eps := torch.finfo(x.dtype).eps) > self._eps:
-                self.narrowest, self._eps = x.dtype, eps
-        for x in args:
-            if isinstance(x, Tensor) and x.dim():
-                self.reduction = max(self.reduction, *x.shape)
-        return result
-
-
-class _Recorder:
-    """Takes the calls of modules into a recording."""
-
-    def __init__(self, recording: Recording, watch: _Watch) -> None:
-        self.recording, self.watch, self.counts = recording, watch, Counter[str]()
-        self.known: dict[int, tuple[Tensor, int, int]] = {}  # by id: the tensor, its version, its index
-        self.started: list[int] = []
-        self.makers: dict[Any, list[int]] = {}  # by node of autograd's graph: calls with an output of that node
-
-    def before(self, name: str) -> Callable[..., None]:
-        """Return the hook of a module that begins: it notes the collectives before the call."""
-
-        def hook(*_: Any) -> None:
-            self.watch.follow(name)
-            self.started.append(self.watch.collectives)
-            self.recording.has_autocast |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-
-        return hook
-
-    def after(self, name: str) -> Callable[..., None]:
-        """Return the hook of a module."""
-
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            started = self.started.pop() if self.started else 0
-            if torch._C._current_autograd_node() is not None:  # pyright: ignore  (recomputed in backward)
-                return
-            if _infers_shapes():
-                return
-            inputs, outputs, watch = self._taken((args, kwargs)), self._taken(output), self.watch
-            if not name and not self.counts[name]:
-                self.recording.inputs = [_copied(x).double() for x in _tensors((args, kwargs)) if not x.is_complex()]
-            collectives = started, watch.collectives
-            call = Call(name, self.counts[name], inputs, outputs, watch.narrowest, watch.reduction, collectives)
-            call.sources = self._sources((args, kwargs))
-            for x in _tensors(output):
-                if x.grad_fn is not None:
-                    call.has_graph = True
-                    self.makers.setdefault(x.grad_fn, []).append(len(self.recording.calls))
-            self.recording.calls.append(call)
-            self.counts[name] += 1
-
-        return hook
-
-    def _sources(self, values: Any) -> list[int]:
-        """Return the calls behind some inputs: walk autograd's graph up to the first outputs of calls."""
-        found, seen = set[int](), set[Any]()
-        nodes = [x.grad_fn for x in _tensors(values)]
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if node in self.makers:
-                found.update(self.makers[node])
-            else:
-                nodes += [each for each, _ in node.next_functions]
-        return sorted(found)
-
-    def _taken(self, values: Any) -> list[int]:
-        """Copy the floating-point tensors among some values, each once; return their indices."""
-        found = []
-        for x in _tensors(values):
-            if not x.is_floating_point():
-                continue
-            known = self.known.get(id(x))
-            if known is None or known[1] != x._version:
-                self.known[id(x)] = known = x, x._version, len(self.recording.tensors)
-                self.recording.tensors.append(_copied(x))
-            found.append(known[2])
-        return found
-
-
-# TODO: delete when a stage of torch.distributed.pipelining tells a forward that only infers shapes from one of a step:
-# torch 2.13 runs it with real tensors and a graph, by a private method; older releases have the other name.
-def _infers_shapes() -> bool:
-    """Whether a stage of torch's pipelines calls the module to learn what it will send."""
-    if _STAGES not in sys.modules:
-        return False
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name in _INFERENCES and frame.f_globals.get("__name__") == _STAGES:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors among nested lists, tuples and mappings, as outputs of transformers are."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, Mapping):
-        for each in values.values():
-            yield from _tensors(each)
-    elif isinstance(values, list | tuple):
-        for each in values:
-            yield from _tensors(each)
-
-
-def record(
-    case: Case,
-    *,
-    only: Collection[str] | None = None,
-    skip: Collection[str] = (),
-    to: str | Path | None = None,
-    follow: Callable[[str | None], None] | None = None,
-) -> Recording:
-    """Run the step of a case, and record it.
-
-    Args:
-        only, skip: patterns (``"layers.0.*"``) of the names of modules, as in the run of one process, whose inputs and
-            outputs are recorded or not; parameters and gradients are recorded in any case.
-        to: file to write the recording to, which ``Recording.load`` reads.
-        follow: called with the name of every module that begins, and with None before every collective.
-
-    Raises:
-        ArgumentError: the case has no module, or two of its names are the same in the run of one process.
-    """
-    modules = case.modules
-    if not modules:
-        raise ArgumentError("verify.record: the case has no modules")
-    found, watch = Recording(relations=dict(case.relations)), _Watch(follow)
-    recorder, handles = _Recorder(found, watch), []
-    # Of a wrapper and what it wraps, which may have one name, the inner one counts.
-    for whole, module in {case.whole_module(name): module for name, module in modules.items()}.items():
-        if whole is None:
-            continue
-        found.modules.append(whole)
-        if (only is None or _matches(whole, only)) and not _matches(whole, skip):
-            handles.append(module.register_forward_pre_hook(recorder.before(whole), prepend=True))
-            handles.append(module.register_forward_hook(recorder.after(whole), with_kwargs=True))
-    _take_parameters(case, found)
-    try:
-        with watch:
-            loss = case.step()
-    finally:
-        for handle in handles:
-            handle.remove()
-    found.loss = None if loss is None else _copied(loss)
-    found.narrowest, found.reduction = watch.narrowest, watch.reduction
-    for name, parameter in case.parameters.items():
-        if (whole := case.whole_name(name)) is not None:
-            gradient = _as_held(case.gradient(parameter), parameter)
-            found.gradients[whole] = None if gradient is None else _copied(gradient)
-    if to is not None:
-        Path(to).write_bytes(found.to_bytes())
-    return found
-
-
-def _as_held(gradient: Any, parameter: Any) -> Any:
-    """Return a DTensor's gradient in the layout of its parameter, as optimizers see it: it may be of addends."""
-    held = getattr(parameter, "placements", None)
-    if held is None or getattr(gradient, "placements", held) == held:
-        return gradient
-    return gradient.redistribute(placements=held)
-
-
-def _take_parameters(case: Case, found: Recording) -> None:
-    """Copy the parameters into a recording, and note which are tied."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in case.parameters.items():
-        whole = case.whole_name(name)
-        if whole is None:
-            continue
-        if whole in found.parameters:
-            raise ArgumentError(f"verify.record: two parameters are {whole!r} in the run of one process")
-        found.parameters[whole] = _copied(case.value(parameter))
-        if whole not in found.relations and (relation := _nested_split(parameter)) is not None:
-            found.relations[whole] = relation
-        names.setdefault(id(parameter), []).append(whole)
-    found.tied = {each[0]: each for each in names.values() if len(each) > 1}
-
-
-def _nested_split(parameter: Any) -> Relation | None:
-    """Return the relation of a DTensor over all ranks of which a dim is split evenly more than once; else None."""
-    mesh: Any = getattr(parameter, "device_mesh", None)
-    cut: list[tuple[int, Any]] = [
-        (axis, each) for axis, each in enumerate(getattr(parameter, "placements", ())) if hasattr(each, "dim")
-    ]
-    if mesh is None or len({each.dim for _, each in cut}) == len(cut):
-        return None
-    if mesh.mesh.flatten().tolist() != [*range(mesh.size())] or any(
-        parameter.shape[p.dim] % mesh.size() for _, p in cut
-    ):
-        return None
-    splits: list[tuple[int, int, int]] = []
-    for axis, placement in reversed(cut):
-        # A strided shard was cut after those of the later axes: FSDP2 over tensor parallelism.
-        at = len(splits) if hasattr(placement, "split_factor") else 0
-        splits.insert(at, (placement.dim, mesh.size(axis), math.prod(mesh.shape[axis + 1 :])))
-    return Relation(tuple(splits))
-
-
-def _matches(name: str, patterns: Collection[str]) -> bool:
-    """Whether a name is one of some patterns."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def draw(model: nn.Module, seed: int = 0) -> None:
-    """Draw all floating-point parameters anew, so that none is zero, one or the same as another.
-
-    Weights have the scale ``1 / sqrt(columns)``, other parameters are ``1 + 0.2 * normal`` if they were positive (the
-    weights of norms), else ``0.2 * normal``. The same seed gives the same values.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, parameter in model.named_parameters():
-            if not parameter.is_floating_point():
-                continue
-            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            if parameter.dim() > 1:
-                values /= parameter.shape[-1] ** 0.5
-            else:
-                values = 0.2 * values + float(bool((parameter > 0.5).all()))
-            parameter.copy_(values)
-
-
-def without_noise(model: nn.Module) -> list[str]:
-    """Set dropout and router noise of all modules to 0; return what was changed, in words.
-
-    Probabilities are found by the names of attributes (``p`` of torch's dropout, ``attention_dropout``, ``jitter``...),
-    of modules and of their ``config``.
-    """
-    changed = []
-    for name, module in model.named_modules():
-        for owner, label in ((module, name), (getattr(module, "config", None), f"{name}.config")):
-            for attribute, value in _noises(owner):
-                try:
-                    setattr(owner, attribute, type(value)(0))
-                except (AttributeError, TypeError):
-                    continue
-                changed.append(f"{label}.{attribute} = {value:g}".lstrip("."))
-    return changed
-
-
-def _noises(owner: Any) -> Iterator[tuple[str, float]]:
-    """Yield (attribute, value) of the probabilities of an object."""
-    if owner is None or not hasattr(owner, "__dict__"):
-        return
-    is_dropout = isinstance(owner, _DROPOUTS)
-    for attribute, value in list(vars(owner).items()):
-        if isinstance(value, float) and value and ((is_dropout and attribute == "p") or _NOISE.search(attribute)):
-            yield attribute, value

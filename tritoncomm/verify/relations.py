@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["Found", "Relation", "find", "is_telling"]
 
@@ -133,6 +133,25 @@ class Relation:
                 x = pieces[i] if i < len(pieces) else x.narrow(dim, x.shape[dim], 0)
         return x
 
+    def parts(self, whole: Tensor, like: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return what every rank holds of a tensor, in the shapes of other tensors that they hold parts of."""
+        viewed = _view(whole, self.view, like[0].dim())
+        found = [None if viewed is None else self.of(viewed, k) for k in range(len(like))]
+        if not self.is_padded:
+            return found
+        dim, length = self.splits[0][0], self.sizes[0]
+        before = (0, 0) * (whole.dim() - 1 - dim) + (0,)  # of later dims, and in front of this one
+        return [x if x is None else nn.functional.pad(x, (*before, length - x.shape[dim])) for x in found]
+
+    def covered(self, count: int) -> int:
+        """Return how many of the blocks into which the dims are split ``count`` ranks hold together."""
+        return len({tuple(k // step % chunks for _, chunks, step in self.splits) for k in range(count)})
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks into which the dims are split."""
+        return math.prod(chunks for _, chunks, _ in self.splits)
+
 
 class Found(NamedTuple):
     """Result of a search.
@@ -140,16 +159,20 @@ class Found(NamedTuple):
     Attributes:
         relation: the first that fits, of values that differ the only one but by chance; None if none does.
         error: largest absolute difference to it, or to the nearest relation by shapes.
-        nearest: the relation whose difference is smallest, if none fits.
+        nearest: if none fits, the relation with the fewest wrong ranks, and of these with the smallest difference.
+        partial: if none fits, one by which every rank is right, but all together hold a part of the tensor.
     """
 
     relation: Relation | None
     error: float
     nearest: Relation | None = None
+    partial: Relation | None = None
 
 
 def is_telling(whole: Tensor) -> bool:
     """Whether a tensor has different values, so that a relation that fits says something."""
+    if whole.is_complex():
+        whole = torch.view_as_real(whole)
     if whole.numel() < 2:
         return bool(whole.numel()) and bool((whole != 0).all())
     return bool(whole.amax() > whole.amin())
@@ -171,14 +194,17 @@ def find(
         known: a relation that is declared; no other is tried.
         allow_strides: whether ranks may hold every n-th index. Rows that a wrong gather interleaved look alike.
     """
-    whole, nearest, least = _expanded(whole, parts), None, math.inf
+    whole, count = _expanded(whole, parts), len(parts)
+    nearest, partial, least, best = None, None, math.inf, (True, count + 1, math.inf)
     for relation in [known] if known is not None else candidates(whole, parts, allow_sums, allow_strides):
-        error = _error(relation, whole, parts, bound)
+        error, wrong = _misfit(relation, whole, parts, bound)
         if error <= bound:
-            return Found(relation, error)
-        if error < least:
-            nearest, least = relation, error
-    return Found(None, least, nearest)
+            if known is not None or relation.covered(count) == relation.blocks:
+                return Found(relation, error)
+            partial = partial or relation
+        elif error < math.inf and (order := (relation.covered(count) < relation.blocks, wrong, error)) < best:
+            nearest, least, best = relation, error, order
+    return Found(None, least, nearest, partial)
 
 
 def _expanded(whole: Tensor, parts: Sequence[Tensor]) -> Tensor:
@@ -193,26 +219,30 @@ def _expanded(whole: Tensor, parts: Sequence[Tensor]) -> Tensor:
     return whole.expand(sizes)
 
 
-def _error(relation: Relation, whole: Tensor, parts: Sequence[Tensor], bound: float) -> float:
-    """Return the largest difference of the ranks' tensors to what the relation says, or the first that is too large."""
+class _Misfit(NamedTuple):
+    """How far ranks' tensors are from what a relation says: the largest difference, and how many ranks are wrong."""
+
+    error: float
+    wrong: int
+
+
+def _misfit(relation: Relation, whole: Tensor, parts: Sequence[Tensor], bound: float) -> _Misfit:
+    """Compare the ranks' tensors with what a relation says."""
     viewed = _view(whole, relation.view, parts[0].dim())
-    if viewed is None:
-        return math.inf
-    held = _summed(parts, relation) if relation.is_partial else parts
-    if held is None:
-        return math.inf
-    worst = 0.0
+    held = None if viewed is None else _summed(parts, relation) if relation.is_partial else parts
+    if viewed is None or held is None:
+        return _Misfit(math.inf, len(parts))
+    worst, wrong = 0.0, 0
     for k, x in enumerate(held):
         expected = relation.of(viewed, k)
         if relation.is_padded and expected is not None:
             dim = relation.splits[0][0]
             x = x.narrow(dim, 0, expected.shape[dim])
         if expected is None or expected.shape != x.shape:
-            return math.inf
-        worst = max(worst, difference(x, expected))
-        if worst > 64 * bound and worst > 1e-3:
-            return worst
-    return worst
+            return _Misfit(math.inf, len(parts))
+        error = difference(x, expected)
+        worst, wrong = max(worst, error), wrong + (error > bound)
+    return _Misfit(worst, wrong)
 
 
 def difference(a: Tensor, b: Tensor) -> float:

@@ -7,12 +7,12 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,11 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 
 from tritoncomm.errors import ArgumentError
 from tritoncomm.verify.comparison import Report, compare
+from tritoncomm.verify.drawing import draw, without_noise
 from tritoncomm.verify.processes import Progress, VerifyError, run_processes
-from tritoncomm.verify.recording import ROOT, Case, Recording, draw, record, without_noise
+from tritoncomm.verify.recorder import record
+from tritoncomm.verify.recording import ROOT, Case, Recording, plain
+from tritoncomm.verify.widening import Widened
 
 __all__ = ["DTYPES", "Settings", "builder", "verify"]
 
@@ -126,48 +129,115 @@ def verify(settings: Settings, follow: Callable[[str], None] = lambda text: None
     else:
         _file_of(settings.target)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        follow("one process")
-        whole = _alone(settings, folder, settings.dtype, "whole")
-        if whole.is_rounded:
-            with suppress(VerifyError):  # of a program that names its dtype; the report says what that means
-                exact = _alone(settings, folder, "float64", "exact")
-                # A step in float64 that rounds to 16 bits, too, says nothing of the rounding.
-                whole.exact = None if exact.is_rounded else exact
-        follow(f"{settings.ranks} ranks")
-        _run(_run_rank, settings, folder, settings.ranks, "ranks")
-        ranks = [Recording.load(folder / f"rank.{rank}") for rank in range(settings.ranks)]
+        runs = _Runner(settings, Path(name), follow)
+        whole, ranks = runs.both()
         report = compare(whole, ranks)
-        if report.first is not None:
-            follow("one process, again")
-            again = compare(whole, [_alone(settings, folder, settings.dtype, "again")])
-            if again.first is not None:
-                where = again.first or ROOT
-                return Report(
-                    None,
-                    again.lines,
-                    f"not comparable: a rerun in one process differs, first in {where}",
-                    report.counts,
-                )
-        return report
+        return report if report.first is None else runs.explained(report, whole, ranks)
 
 
-def _alone(settings: Settings, folder: Path, dtype: str, name: str) -> Recording:
-    """Return the recording of the case in one process."""
-    _run(_run_alone, settings, folder, 1, name, dtype, name)
-    return Recording.load(folder / f"{name}.recording")
+class _Runner:
+    """Runs of a case, alone and on ranks, each with files of its own.
+
+    Attributes:
+        count: of runs so far, which their files are named after.
+    """
+
+    def __init__(self, settings: Settings, folder: Path, follow: Callable[[str], None]) -> None:
+        self.settings, self.folder, self.follow, self.count = settings, folder, follow, 0
+
+    def both(self) -> "_Pair":
+        """Return the recordings of one process and of the ranks; of a step in 16 bits with those in float64."""
+        written = _Mode(self.settings.dtype)
+        self.follow("one process")
+        whole = self.alone(written)
+        if not whole.is_rounded:
+            return _Pair(whole, self.on_ranks(written))
+        wide = _Mode("float64", is_widened=True)
+        with suppress(VerifyError):  # of a program that checks its dtypes
+            whole.exact = _unrounded(self.alone(wide))
+        if whole.exact is None:
+            with suppress(VerifyError):  # of a program that names its dtype; the report says what that means
+                whole.exact = _unrounded(self.alone(_Mode("float64")))
+            return _Pair(whole, self.on_ranks(written))
+        ranks = self.on_ranks(written)
+        with suppress(VerifyError):
+            exact = [_unrounded(each) for each in self.on_ranks(wide)]
+            if all(each is not None and each.is_wide for each in exact):
+                for rank, each in zip(ranks, exact, strict=True):
+                    rank.exact = each
+        return _Pair(whole, ranks)
+
+    def explained(self, report: Report, whole: Recording, ranks: list[Recording]) -> Report:
+        """Return the report on the same runs again, with the gradients of outputs; say whether they are the same."""
+        # A difference in float64 is explained there.
+        run = _Mode(self.settings.dtype, backward=True)
+        if whole.exact is not None and all(each.exact is not None for each in ranks):
+            ranks_exact = [each.exact for each in ranks if each.exact is not None]
+            if not compare(whole.exact, ranks_exact).equal:
+                run, whole = _Mode("float64", is_widened=True, backward=True), whole.exact
+        self.follow("one process, again")
+        again = self.alone(run)
+        same = compare(whole, [again])
+        if same.first is not None:
+            words = f"not comparable: a rerun in one process differs, first in {same.first or ROOT}"
+            return Report(None, same.lines, words, report.counts)
+        again.exact, again.noise = whole.exact, whole.noise
+        second = compare(again, self.on_ranks(run))
+        if second.first is None:
+            report.lines.append("a rerun of the ranks is equal: what differs depends on time")
+            return report
+        return second
+
+    def alone(self, run: "_Mode") -> Recording:
+        """Run the case in one process."""
+        return self._recorded(_run_alone, 1, run)[0]
+
+    def on_ranks(self, run: "_Mode") -> list[Recording]:
+        """Run the case on the ranks."""
+        self.follow(f"{self.settings.ranks} ranks{', in float64' if run.is_widened else ''}")
+        return self._recorded(_run_rank, self.settings.ranks, run)
+
+    def _recorded(self, function: Callable[..., None], count: int, run: "_Mode") -> list[Recording]:
+        """Run a function of (rank, progress, settings, folder, name, run) in processes of its own."""
+        self.count += 1
+        name, settings = f"{self.count}", self.settings
+        arguments = (settings, str(self.folder), name, run)
+        run_processes(function, arguments, count, self.folder / f"{name}.run", settings.timeout, settings.is_quiet)
+        return [Recording.load(self.folder / f"{name}.{rank}") for rank in range(count)]
 
 
-def _run(function: Callable[..., None], settings: Settings, folder: Path, count: int, name: str, *more: str) -> None:
-    """Run a function of (rank, progress, settings, folder, *more) in processes of its own."""
-    arguments = (settings, str(folder), *more)
-    run_processes(function, arguments, count, folder / f"{name}.run", settings.timeout, settings.is_quiet)
+class _Pair(NamedTuple):
+    """Recordings of one process and of the ranks."""
+
+    whole: Recording
+    ranks: list[Recording]
 
 
-def _start(rank: int, world: int, settings: Settings, dtype: str, store: Path) -> dist.ProcessGroup:
+@dataclass(frozen=True)
+class _Mode:
+    """How the case is run.
+
+    Attributes:
+        dtype: of parameters, a key of ``DTYPES``.
+        is_widened: whether float64 takes the place of every dtype that the program names.
+        backward: whether the gradients of outputs are recorded.
+    """
+
+    dtype: str
+    is_widened: bool = False
+    backward: bool = False
+
+
+def _unrounded(exact: Recording) -> Recording | None:
+    """Return a recording in float64; None if it has 16 bits, too, so that it says nothing of their rounding."""
+    return None if exact.is_rounded else exact
+
+
+def _start(rank: int, world: int, settings: Settings, run: _Mode, store: Path) -> dist.ProcessGroup:
     """Join the process group of a run, with its dtype and seed."""
     torch.set_num_threads(max(1, torch.get_num_threads() // world))
-    torch.set_default_dtype(DTYPES[dtype])
+    # What is widened is drawn as it is written.
+    torch.set_default_dtype(DTYPES[settings.dtype if run.is_widened else run.dtype])
     torch.manual_seed(settings.seed)
     shared = FileStore(str(store), world)
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=world, timeout=_TIMEOUT)
@@ -193,34 +263,56 @@ def _free_port() -> int:
         return server.getsockname()[1]
 
 
-def _run_alone(_: int, progress: Progress, settings: Settings, folder: str, dtype: str, name: str) -> None:
+def _run_alone(_: int, progress: Progress, settings: Settings, folder: str, name: str, run: _Mode) -> None:
     """Run the case in this process alone; write its recording and its parameters."""
-    group = _start(0, 1, settings, dtype, Path(folder) / f"{name}.store")
-    case = builder(settings.target, settings.arguments)(0, 1, group, None)
-    noise = _ready(case, settings, dtype)
-    modules = _chunks(case.model)
-    if not settings.keep_values:
-        for i, module in enumerate(modules):
-            draw(module, settings.seed + i)
-    if name == "whole":
-        state = {key: x for module in modules for key, x in module.state_dict().items()}
-        torch.save(state, Path(folder) / "state.pt")
-    torch.manual_seed(settings.seed)
-    recording = record(case, only=settings.only or None, skip=settings.skip, follow=progress.follow)
-    recording.noise = noise
-    (Path(folder) / f"{name}.recording").write_bytes(recording.to_bytes())
+    group = _start(0, 1, settings, run, Path(folder) / f"{name}.store")
+    with Widened() if run.is_widened else nullcontext():
+        case = builder(settings.target, settings.arguments)(0, 1, group, None)
+        noise = _ready(case, settings, run.dtype)
+        modules = _chunks(case.model)
+        written = Path(folder) / f"{settings.dtype}.state"
+        if not settings.keep_values:
+            for i, module in enumerate(modules):
+                draw(module, settings.seed + i)
+        elif run.dtype != settings.dtype:  # what a program draws itself differs by dtype
+            values = torch.load(written)
+            for module in modules:
+                _load(module, values)
+        state = {key: _whole_value(x) for module in modules for key, x in module.state_dict().items()}
+        torch.save(state, Path(folder) / f"{run.dtype}.state")
+        _record(case, settings, progress, Path(folder) / f"{name}.0", run, noise)
 
 
-def _run_rank(rank: int, progress: Progress, settings: Settings, folder: str) -> None:
+def _run_rank(rank: int, progress: Progress, settings: Settings, folder: str, name: str, run: _Mode) -> None:
     """Run the case on this rank, and write its recording."""
-    group = _start(rank, settings.ranks, settings, settings.dtype, Path(folder) / "ranks.store")
-    case = builder(settings.target, settings.arguments)(
-        rank, settings.ranks, group, torch.load(Path(folder) / "state.pt")
-    )
-    _ready(case, settings, settings.dtype)
+    group = _start(rank, settings.ranks, settings, run, Path(folder) / f"{name}.store")
+    with Widened() if run.is_widened else nullcontext():
+        state = torch.load(Path(folder) / f"{run.dtype}.state")
+        case = builder(settings.target, settings.arguments)(rank, settings.ranks, group, state)
+        noise = _ready(case, settings, run.dtype)
+        _record(case, settings, progress, Path(folder) / f"{name}.{rank}", run, noise)
+
+
+def _record(case: Case, settings: Settings, progress: Progress, to: Path, run: _Mode, noise: list[str]) -> None:
+    """Record the step of a case into a file."""
     torch.manual_seed(settings.seed)
-    to = Path(folder) / f"rank.{rank}"
-    record(case, only=settings.only or None, skip=settings.skip, to=to, follow=progress.follow)
+    choice: dict[str, Any] = {"only": settings.only or None, "skip": settings.skip}
+    recording = record(case, **choice, follow=progress.follow, backward=run.backward)
+    recording.noise = noise
+    to.write_bytes(recording.to_bytes())
+
+
+def _whole_value(x: Any) -> Any:
+    """Return an ordinary tensor of a program that shards its model in one process, too."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def _load(module: nn.Module, values: dict[str, Any]) -> None:
+    """Copy values into the parameters and buffers of a model."""
+    with torch.no_grad():
+        for key, x in module.state_dict().items():
+            if isinstance(x, torch.Tensor):
+                plain(x).copy_(values[key])
 
 
 def _chunks(model: Any) -> list[nn.Module]:
