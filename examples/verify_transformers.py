@@ -21,13 +21,13 @@ def build(rank: int, world: int, group: Any, whole: dict[str, Tensor] | None) ->
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "use_cache": False}
     family, micro_batches = sys.argv[1:] or ("llama", "1")
     config = transformers.AutoConfig.for_model(family, **sizes)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    options: dict[str, Any] = {"experts_implementation": "eager"}  # torch's grouped products know no float64
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, **options)
     if whole is not None:
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
             save_file(whole, f"{folder}/model.safetensors", {"format": "pt"})
-            dtype = torch.get_default_dtype()
-            model = type(model).from_pretrained(folder, tp_plan="auto", dtype=dtype)
+            model = type(model).from_pretrained(folder, tp_plan="auto", dtype=torch.get_default_dtype(), **options)
     ids = torch.randint(64, (4, 12), generator=torch.Generator().manual_seed(1))
 
     def step() -> Tensor:

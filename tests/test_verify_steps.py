@@ -8,6 +8,7 @@ import pytest
 import torch
 from pool import Pool
 from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
 from verify_steps import judged
 
 from tritoncomm import verify
@@ -134,6 +135,17 @@ def test_a_part_of_the_tensor_is_not_comparable() -> None:
         rank.tensors[index] = whole.tensors[index].chunk(2, 0)[k % 2].chunk(2, 1)[k % 2].clone()
     report = verify.compare(whole, ranks)
     assert report.problem.startswith("not comparable: of the output of the model the ranks hold 16 of 32 values")
+
+
+@pytest.mark.parametrize(("size", "world"), [(7, 2), (7, 4), (5, 4)])
+def test_samples_that_a_sampler_repeats_are_told(size: int, world: int) -> None:
+    model, x = nn.Linear(8, 8).double(), torch.randn(size, 8, dtype=torch.float64)
+    samplers = [DistributedSampler(range(size), world, rank, shuffle=False) for rank in range(world)]  # pyright: ignore
+    report = verify.compare(recorded(model, x), [recorded(model, x[list(each)]) for each in samplers])
+    assert report.first == ""
+    held, again = len(samplers[0]) * world, len(samplers[0]) * world - size
+    words = f"the ranks hold {held} of {size} along dim 0: DistributedSampler repeats the first {again} sample"
+    assert words in str(report), str(report)
 
 
 @dataclasses.dataclass

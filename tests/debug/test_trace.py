@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import tritoncomm
 from tritoncomm import cli
-from tritoncomm.debug import story, trace
+from tritoncomm.debug import story, texts, trace
 
 AGREE = "the records agree, and no call was under way when they were written"
 
@@ -97,6 +97,9 @@ def test_a_backward_that_a_rank_does_not_join_has_its_likely_cause(tmp_path: Pat
     for rank in range(3):  # all are in the backward, with different tensors
         _write(tmp_path, rank, [_call("f.backward", 1, [4 + rank], end=0)], world=3)
     assert not any(line.startswith(cause) for line in _story(tmp_path))
+    # A rank that an error has ended says itself why it is not there.
+    assert not texts.of_backward([f"rank 0: {backward}", "rank 1 has ended with ValueError: no such layer"])
+    assert texts.of_backward([f"rank 0: {backward}", "rank 1: g(float32 [4])"]).startswith(cause)
 
 
 def test_asynchronous_calls_that_other_ranks_did_not_make(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ __all__ = ["FAULTS", "OF_TORCH", "RECIPES", "Fault", "run_in_job", "run_recipe",
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OF_TORCH = ("ddp", "fsdp2", "parallelize_module", "pipelining", "tensor_parallel")
-RECIPES = (*OF_TORCH, "transformers", "hybrid", "experts", "accelerate", "deepspeed")
+RECIPES = (*OF_TORCH, "unchanged", "transformers", "hybrid", "experts", "accelerate", "deepspeed")
 
 
 class Fault(NamedTuple):
@@ -52,6 +52,7 @@ FAULTS = (
     Fault("fsdp2", ".mean() / 2)", ".mean() / (2 if world == 1 else 1))", "2", "is 2 times"),
     Fault("fsdp2", "(*blocks, model)", "blocks", "2", "never averaged"),
     Fault("fsdp2", "in x:", "in x[: 2 if world == 1 else 1]:", "0.0", "ran 1 times"),
+    Fault("unchanged", "parameters(), 0.1)\n    x", "parameters(), 0.1 + rank)\n    x", "0", "0.weight after the step"),
     Fault("parallelize_module", ', "2": SequenceParallel()}', "}", "2", ""),
     Fault("parallelize_module", ".chunk(world, 1)[rank]", ".chunk(world, 1)[0]", "", "input is no part"),
     Fault("parallelize_module", "    x = torch", f"    model[1][2].{_SCALED}\n    x = torch", "1.2", "1.01 times"),

@@ -5,6 +5,7 @@ import pickle
 import random
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from operator_cases import layouts_of
 from pool import Pool
 from shards import ranks_of, shard_of, sharded
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup as TorchGroup
 
 from tritoncomm.errors import UnsupportedError
@@ -29,6 +31,7 @@ from tritoncomm.tensor import (
     ShardSpec,
 )
 from tritoncomm.tensor.layout import is_view, plain
+from tritoncomm.tensor.rules import views
 
 Step = Callable[[Any], Any]
 
@@ -590,3 +593,12 @@ def test_outputs_that_fit_are_written(group: TorchGroup) -> None:
     assert torch.equal(plain(x), full[7])
     with pytest.raises(RuntimeError, match=r"dtype|cast"):
         torch.matmul(torch.ones(1, 8), full, out=ColoTensor(torch.zeros(1, 4).int(), ColoTensorSpec(pg)))
+
+
+def test_a_copy_that_a_local_size_hides_is_seen_with_fake_tensors() -> None:
+    """Their views raise a ValueError where those of other tensors raise a RuntimeError."""
+    column, turned = ((4, 1), (1, 1), (4,), ((1, 0),)), ((4, 1), (1, 4), (4,), ((1, 0),))
+    for mode in (nullcontext(), FakeTensorMode()):
+        with mode:
+            assert not views._hides_copy.__wrapped__(*column)
+            assert views._hides_copy.__wrapped__(*turned)

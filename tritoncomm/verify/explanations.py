@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from tritoncomm.parsing import counted
-from tritoncomm.verify.bounds import Values
+from tritoncomm.verify.bounds import Values, largest
 from tritoncomm.verify.recording import Call, Recording
 from tritoncomm.verify.relations import Relation, candidates, difference, find
 
-__all__ = ["factor_of", "not_finite", "of_gradient", "of_output", "ranks_in_words"]
+__all__ = ["factor_of", "not_finite", "of_gradient", "of_output", "ranks_in_words", "repeated"]
 
 
 def of_output(
@@ -148,7 +148,9 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def factor_of(parts: Sequence[Tensor], expected: Sequence[Tensor], bound: float) -> str | None:
-    """Say by which number all values are off, if one number explains them."""
+    """Say by which number all values are off, if one number explains them; of what rounding may be it says nothing."""
+    if bound > max(map(largest, expected), default=0.0) / 10:
+        return None
     top = sum(float((x * e).sum()) for x, e in zip(parts, expected, strict=True))
     bottom = sum(float((e * e).sum()) for e in expected)
     if not bottom or not math.isfinite(top / bottom):
@@ -183,6 +185,20 @@ def _chunks_held(whole: Tensor, parts: Sequence[Tensor], relation: Relation, bou
         else:
             return None
     return found
+
+
+def repeated(values: Values) -> str:
+    """Say that the ranks hold every n-th sample, and the first ones again, as ``DistributedSampler`` draws; else ""."""
+    whole, parts, bound = values
+    count, size = len(parts), whole.shape[0] if whole.dim() else 0
+    length = -(-size // count)
+    if not size or length * count == size or any(x.shape != (length, *whole.shape[1:]) for x in parts):
+        return ""
+    for k, x in enumerate(parts):
+        if difference(x, whole[torch.arange(k, length * count, count) % size]) > bound:
+            return ""
+    again = counted(length * count - size, "sample")
+    return f"the ranks hold {length * count} of {size} along dim 0: DistributedSampler repeats the first {again}"
 
 
 def _missing(whole: Tensor, parts: Sequence[Tensor]) -> str:

@@ -78,7 +78,7 @@ class Ledger:
         self.counts["compared"] -= 1
         self.done[kind] -= 1
         self.counts["not checked"] += 1
-        subject = "16 bits" if self.is_rounded else "the largest gradient" if kind == "gradients" else "a larger one"
+        subject = "16 bits" if self.is_rounded else "its dtype" if kind == "outputs" else "the largest gradient"
         self.leave(f"below the rounding of {subject}", f"{kind.removesuffix('s')} {name}".removeprefix("output "))
         return True
 

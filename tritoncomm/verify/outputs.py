@@ -228,7 +228,8 @@ class Outputs:
             parts = [self.ranks[rank].tensors[each.inputs[key]] for rank, each in present]
             values = Values.of(whole, parts, self.bounds.of_input(call, key))
             if find(*values, allow_strides=self.runs.has_strides).relation is None:
-                return f"input {key}" if len(call.inputs) > 1 else "the input"
+                reason = explanations.repeated(values)
+                return (f"input {key}" if len(call.inputs) > 1 else "the input") + (f" ({reason})" if reason else "")
         return None
 
     def _words_of_times(self, call: Call, holders: list[int]) -> str:

@@ -108,7 +108,7 @@ class _Recorder:
 
     def after(self, name: str, module: nn.Module) -> Callable[..., None]:
         """Return the hook of a module."""
-        signature: list[inspect.Signature] = []
+        signature: list[inspect.Signature | None] = []
 
         def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             started = self.started.pop() if self.started else 0
@@ -116,7 +116,7 @@ class _Recorder:
                 return
             if _infers_shapes():
                 return
-            signature[:] = signature or [inspect.signature(module.forward)]
+            signature[:] = signature or [_signature(module)]
             given = dict(_named(_bound(signature[0], args, kwargs)))
             if not name and not self.counts[name]:
                 self.recording.inputs = {key: _copied(x).double() for key, x in given.items() if not x.is_complex()}
@@ -205,12 +205,23 @@ def _named(values: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from _named(value, f"{name}.{key}" if name else str(key))
 
 
-def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
+def _signature(module: nn.Module) -> inspect.Signature | None:
+    """Return the signature of a forward; None of one that has none, as those of TorchScript."""
+    try:
+        return inspect.signature(module.forward)
+    except (TypeError, ValueError):
+        return None
+
+
+def _bound(signature: inspect.Signature | None, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return arguments by the names of a signature; by their places where it does not take them."""
+    by_place = {str(place): value for place, value in enumerate(args)} | kwargs
+    if signature is None:
+        return by_place
     try:
         bound = signature.bind(*args, **kwargs).arguments
-    except TypeError:  # of a forward that a hook of the program has given other arguments
-        return {str(slot): value for slot, value in enumerate(args)} | kwargs
+    except TypeError:  # a hook of the program has given the forward other arguments
+        return by_place
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             bound.update(bound.pop(parameter.name, {}))

@@ -171,9 +171,11 @@ class _Runner:
         """Return the report on the same runs again, with the gradients of outputs; say whether they are the same."""
         # A difference in float64 is explained there.
         run = _Mode(self.settings.dtype, backward=True)
-        if whole.exact is not None and all(each.exact is not None for each in ranks):
-            ranks_exact = [each.exact for each in ranks if each.exact is not None]
-            if not compare(whole.exact, ranks_exact).equal:
+        exact = [each.exact for each in ranks if each.exact is not None]
+        is_equal = False
+        if whole.exact is not None and len(exact) == len(ranks):
+            is_equal = compare(whole.exact, exact).equal
+            if not is_equal:
                 run, whole = _Mode("float64", is_widened=True, backward=True), whole.exact
         self.follow("one process, again")
         again = self.alone(run)
@@ -182,10 +184,12 @@ class _Runner:
             words = f"not comparable: a rerun in one process differs, first in {same.first or ROOT}"
             return Report(None, same.lines, words, report.counts)
         again.exact, again.noise = whole.exact, whole.noise
+        again.has_autocast &= not run.is_widened  # it is checked as the step is written
         second = compare(again, self.on_ranks(run))
         if second.first is None:
             report.lines.append("a rerun of the ranks is equal: what differs depends on time")
             return report
+        second.lines += ["in float64 all is equal"] if is_equal else []
         return second
 
     def alone(self, run: "_Mode") -> Recording:
