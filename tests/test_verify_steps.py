@@ -34,7 +34,7 @@ FIRST: dict[str, dict[str, tuple[str | None, str]]] = {
     },
     "behind": {
         "": (None, "compared 18 of 18"), "labels": ("the step", "between the model and the loss"),
-        "clip": ("the step", "after the last module"),
+        "clip": ("the step", "after the last module"), "clip keys": ("the step", "after the last module"),
     },
 }  # fmt: skip
 

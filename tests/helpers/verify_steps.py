@@ -156,7 +156,7 @@ class Attended(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.seen += x.sum((0, 1))
+            self.seen += x.flatten(0, -2).sum(0)
         return F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
 
 
@@ -191,12 +191,14 @@ def optimized(rank: int, world: int, group: Any, whole: Whole, fault: str) -> ve
 
 def behind(rank: int, world: int, group: Any, whole: Whole, fault: str) -> verify.Case:
     """Classes and clipping behind the model; with ``labels`` each rank shifts its own, with ``clip`` clips its own."""
-    model = loaded(net(), whole)
-    x, labels = drawn(8, 6).chunk(world)[rank], torch.arange(8).remainder(3)
+    model: Any = Attended() if fault == "clip keys" else net()
+    model, x = loaded(model, whole), drawn(8, *(5,) * (fault == "clip keys"), 6).chunk(world)[rank]
+    fault, labels = fault.partition(" ")[0], torch.arange(8).remainder(3)
     labels = labels.chunk(world)[rank].roll(1) if fault == "labels" and world > 1 else labels.chunk(world)[rank]
 
     def step() -> Tensor:
-        loss = F.cross_entropy(model(x), labels)
+        logits = model(x)
+        loss = F.cross_entropy(logits if logits.dim() == 2 else logits.mean(1), labels)
         loss.backward()
         if fault == "clip":
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)

@@ -103,9 +103,13 @@ class Gradients:
                     return None
                 right += wrong is not None
         # One module may compute a wrong gradient of its parameters alone; none makes those of all wrong.
-        is_all = len(self.ledger.problems) == sum(
-            x is not None and is_telling(x) for x in self.whole.gradients.values()
-        )
+        unchecked = {name for names in self.ledger.left.values() for name in names}
+        telling = [
+            name
+            for name, x in self.whole.gradients.items()
+            if x is not None and is_telling(x) and f"gradient {name}" not in unchecked
+        ]
+        is_all = len(self.ledger.problems) == len(telling)
         if not right or not is_all or " is wrong" not in self.ledger.problems[0].line:
             return None
         reason = "gradients of outputs are right, and those of all parameters are wrong"

@@ -92,5 +92,5 @@ class Ledger:
 
 
 def figures(fit: Found, values: Values) -> str:
-    """Return the difference and its bound in reason."""
+    """Return the difference and its bound in words."""
     return f"largest difference {fit.error:.1e}, at most {values.bound:.1e}"

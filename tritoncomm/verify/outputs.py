@@ -220,7 +220,7 @@ class Outputs:
         return Problem(parent, line)
 
     def _wrong_input(self, call: Call, present: list[tuple[int, Call]]) -> str | None:
-        """Return in reason the input of a call that is wrong already; None if none is."""
+        """Return in words the input of a call that is wrong already; None if none is."""
         for key, index in call.inputs.items():
             whole = wide(self.whole.tensors[index])
             if not is_telling(whole) or any(key not in each.inputs for _, each in present):
