@@ -1,4 +1,4 @@
-"""What a comparison needs of a model: values that differ from each other, and no noise."""
+"""Preparation of a model for a comparison: values that differ from each other, and no noise."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What backward and the optimizer made, against one process: gradients, changes of parameters and buffers, the loss."""
+"""Comparison of what backward and the optimizer made: gradients, changes of parameters and buffers, the loss."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What a comparison has found: problems, what was compared, and what was not."""
+"""Ledger of a comparison: problems, what was compared, and what was not."""
 
 from collections import Counter
 from dataclasses import dataclass
