@@ -98,7 +98,7 @@ test-world: $(if $(PYTHON),,.venv-world/.ready $(MEGATRON:%=.megatron/%))  ## ru
 	@touch $@
 
 test-verify: $(READY) $(PEERS)  ## tests `tritoncomm verify` with all faults
-	$(PY) -m pytest tests/test_verify.py tests/test_verify_recipes.py tests/integrations/test_megatron.py -k "test_verify or one_process" -q $(WORKERS)
+	$(PY) -m pytest tests/test_verify.py tests/test_verify_recipes.py tests/test_verify_steps.py tests/integrations/test_megatron.py -k "test_verify or one_process" -q $(WORKERS) $(DURATIONS:%=--durations=%)
 
 test-all: $(READY) $(PEERS)  ## runs all tests
 	$(PY) -m pytest -q

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from tritoncomm.errors import ArgumentError
 from tritoncomm.verify.processes import Progress
@@ -14,6 +15,10 @@ __all__ = ["run_kind"]
 def run_kind(rank: int, progress: Progress, kind: str) -> None:
     """Rank 0 waits in a collective behind its module ``a``; rank 1, in ``layers.1``, does what the kind says."""
     progress.follow("")
+    if kind == "raise at once":  # each writes its error while the other does
+        rename = Path.rename
+        Path.rename = lambda self, to: (time.sleep(0.5), rename(self, to))[1]
+        raise ValueError("no such layer")
     if rank == 0:
         progress.follow("a")
         progress.follow(None)

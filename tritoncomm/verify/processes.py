@@ -119,8 +119,8 @@ def run_processes(
     folder.mkdir()
     files, method = _Folder(folder), "spawn"
     if "forkserver" in multiprocessing.get_all_start_methods():
-        method = "forkserver"  # torch is imported once, not by every process
-        multiprocessing.set_forkserver_preload(["torch", "tritoncomm.verify.running"])
+        method = "forkserver"  # torch, and what its dispatch modes import, is imported once, not by every process
+        multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", "tritoncomm.verify.running"])
     given = (function, tuple(arguments), count, files, quiet)
     context: Any = start_processes(_child, given, nprocs=count, join=False, start_method=method)
     try:
@@ -148,7 +148,7 @@ def _child(
     except BaseException as error:
         kind = "argument" if isinstance(error, ArgumentError) else "raised"
         text = str(error) if kind == "argument" else traceback.format_exc()
-        partial = files.error(rank).with_suffix(".partial")
+        partial = files.path / f"partial.{rank}"
         partial.write_text(json.dumps({"kind": kind, "text": text}))
         partial.rename(files.error(rank))
         raise SystemExit(1) from None

@@ -271,8 +271,8 @@ def record(
                 hook = partial(_take_accumulated, recording, whole)
                 hooks.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
         hooks.callback(register_optimizer_step_pre_hook(partial(_take_stepped, case, stepped)).remove)
-        if "torch._dynamo" in sys.modules:  # compiled modules would not call the hooks of those inside
-            hooks.enter_context(torch.compiler.set_stance("force_eager"))
+        # Compiled modules would not call the hooks of those inside.
+        hooks.enter_context(torch.compiler.set_stance("force_eager"))
         with watch:
             loss = case.step()
     recording.loss = None if loss is None else _copied(loss)
