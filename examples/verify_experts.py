@@ -1,6 +1,6 @@
-"""transformers' expert parallelism by ``ep_implementation="tritoncomm"`` against one process.
+"""transformers' expert parallelism against one process: by ``ep_implementation="tritoncomm"``, or by its own exchange.
 
-tritoncomm verify examples/verify_experts.py:build --ranks 2 -- mixtral
+tritoncomm verify examples/verify_experts.py:build --ranks 2 -- mixtral all_to_all
 """
 
 import sys
@@ -18,13 +18,15 @@ def build(rank: int, world: int, group: Any, whole: dict[str, Tensor] | None) ->
     sizes = dict.fromkeys(["vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"], 32)
     sizes |= dict.fromkeys(["num_attention_heads", "num_experts", "num_local_experts", "n_routed_experts"], 4)
     sizes |= dict.fromkeys(["num_hidden_layers", "num_key_value_heads", "num_experts_per_tok", "n_group"], 2)
-    config = transformers.AutoConfig.for_model((sys.argv[1:] or ["mixtral"])[0], **sizes, head_dim=8)
+    family, exchange = sys.argv[1:] or ("mixtral", "tritoncomm")
+    config = transformers.AutoConfig.for_model(family, **sizes, head_dim=8)
     # fp32, as FSDP2 divides gradients of fp64 twice over a group of one rank, which has each expert here.
     options: dict[str, Any] = {"experts_implementation": "eager", "dtype": torch.float32}
     if whole is None:
         model: Any = transformers.AutoModelForCausalLM.from_config(config, **options)
     else:
-        shards = {"fsdp_size": world, "ep_size": world, "ep_implementation": register()}
+        register()
+        shards = {"fsdp_size": world, "ep_size": world, "ep_implementation": exchange}
         options["distributed_config"] = transformers.distributed.DistributedConfig(**shards)
         kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
         model = kind.from_pretrained(None, config=config, state_dict=whole, **options)

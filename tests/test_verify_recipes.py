@@ -76,11 +76,14 @@ def test_recipes_of_torch(job: tuple[Pool, int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # accelerate has processes of its own, with its imports
-@pytest.mark.parametrize("package", ["unchanged", "transformers", "accelerate", "deepspeed"])
+@pytest.mark.parametrize("package", ["unchanged", "transformers", "experts", "accelerate", "deepspeed"])
 def test_recipes_of_others(job: tuple[Pool, int], package: str) -> None:
     if package != "unchanged":
-        pytest.importorskip(package)
+        pytest.importorskip({"experts": "transformers"}.get(package, package))
     wrong = silent(job, [package]) + problems(job, [each for each in FAULTS if each.recipe == package])
+    for exchange in ("all_to_all", "auto") if package == "experts" else ():
+        report = reported(job, package, Fault(package, '"tritoncomm")', f'"{exchange}")', ""))
+        wrong += [] if report.equal else [f"{exchange}: {report}"]
     for stage in "23" if package == "deepspeed" else "":
         dtype = torch.float32 if stage == "3" else torch.float64  # of which DeepSpeed refuses stage 3
         report = reported(job, package, Fault(package, '["1"]', f'["{stage}"]', ""), dtype)

@@ -69,7 +69,7 @@ FAULTS = (
         "transformers", "    ids =", "    model.model.norm.weight.register_hook(lambda grad: grad * world)\n    ids =",
         "model.norm", "times",
     ),
-    Fault("experts", "chunk(world)[rank]", "chunk(world)[0]", "", "input is no part"),
+    Fault("experts", "chunk(world)[rank]", "chunk(world)[0]", "model.embed_tokens", "rank 0 has 0, rank 1 has 0"),
     Fault("accelerate", "backward(losses[-1])", "backward(losses[-1] / (2 if world > 1 else 1))", "3", "is 1/2"),
     Fault("accelerate", "loader = accelerator.prepare(", "_ = accelerator.prepare(", "", "times in one process"),
     Fault("deepspeed", "engine.backward(loss)", "engine.backward(loss * 2)", "3", "is 2 times"),

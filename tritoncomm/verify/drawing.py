@@ -19,7 +19,8 @@ def draw(model: nn.Module, seed: int = 0) -> None:
     """Draw all floating-point parameters anew, so that none is zero, one or the same as another.
 
     Weights have the scale ``1 / sqrt(columns)``, other parameters are ``1 + 0.2 * normal`` if they were positive (the
-    weights of norms), else ``0.2 * normal``. The same seed gives the same values.
+    weights of norms), else ``0.2 * normal``. All are numbers of float32, which a program that keeps some parameters in
+    it does not change. The same seed gives the same values.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -31,6 +32,7 @@ def draw(model: nn.Module, seed: int = 0) -> None:
                 values /= parameter.shape[-1] ** 0.5
             else:
                 values = 0.2 * values + float(bool((parameter > 0.5).all()))
+            values = values.float()
             mesh: Any = getattr(parameter, "device_mesh", None)
             if mesh is not None:  # a program that shards its model in one process, too
                 from torch.distributed.tensor import distribute_tensor  # a second to import, for this alone
