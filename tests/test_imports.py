@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -43,6 +44,30 @@ def load_lazily() -> list[Any]:
 
 def test_packages_are_there_after_the_import_and_loaded_at_their_first_use() -> None:
     assert run_job(load_lazily, [{}]) == [[[], True, 8, "module 'tritoncomm' has no attribute 'nothing'"]]
+
+
+# Names that programs import, or that a file of an earlier release may hold, by the path that they had.
+EARLIER = {
+    "megatron": ("Report", "patch", "patched", "unpatch"),
+    "megatron_functions": (
+        "FrozenLinear", "FrozenLinear016", "ReduceScatterWithFP32Accumulation", "TrainedLinear", "TrainedLinear016",
+        "VocabParallelCrossEntropy", "copy_to_tensor_model_parallel_region", "frozen_linear_functions",
+        "linear_functions", "reduce_from_tensor_model_parallel_region",
+    ),
+    "megatron_resharding": ("PackedCopyService",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", EARLIER)
+def test_earlier_import_paths_stay(module: str) -> None:
+    for name in EARLIER[module]:
+        value = pickle.loads(f"ctritoncomm.integrations.{module}\n{name}\n.".encode())
+        assert value.__name__ == name
+        assert pickle.loads(pickle.dumps(value)) is value
+    path = ROOT / "tritoncomm" / "integrations" / f"{module}.py"
+    if path.exists():
+        assert len(path.read_text().splitlines()) <= 6
+        assert path.read_text().startswith('"""Earlier import path')
 
 
 def mapping(path: str) -> list[float]:

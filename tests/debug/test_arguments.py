@@ -104,7 +104,7 @@ def dropped(group: ProcessGroup, seed: int) -> None:
 
 
 def megatron_loss(group: ProcessGroup, smoothing: float) -> Tensor:
-    from tritoncomm.integrations.megatron_functions import VocabParallelCrossEntropy
+    from tritoncomm.integrations.megatron.functions import VocabParallelCrossEntropy
 
     return VocabParallelCrossEntropy(lambda: group)(drawn(0, 3, 2, 4), torch.zeros(3, 2, dtype=torch.int64), smoothing)
 

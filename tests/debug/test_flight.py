@@ -32,7 +32,7 @@ from tritoncomm import mappings as m
 from tritoncomm.debug import signals, story, trace
 from tritoncomm.debug.flight import Call, flight, open_calls
 from tritoncomm.debug.sites import call_site, located
-from tritoncomm.integrations.megatron_functions import _FrozenLinear
+from tritoncomm.integrations.megatron.frozen_linear import _FrozenLinear
 from tritoncomm.p2p import transport
 from tritoncomm.reshard import Layout, reshard
 

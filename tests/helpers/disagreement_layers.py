@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 
 from tritoncomm import parallel, tensor
-from tritoncomm.integrations import megatron_functions
 from tritoncomm.integrations.deepspeed import DistributedAttention
+from tritoncomm.integrations.megatron import trained_linear
 from tritoncomm.integrations.yunchang import SeqAllToAll4D
 from tritoncomm.tensor import ColoTensor, ColoTensorSpec, ProcessGroup, ReplicaSpec, ShardSpec, group_registry
 
@@ -117,7 +117,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _gathering_linear(group: Any, x: Tensor) -> Tensor:
     buffers = SimpleNamespace(get_tensor=lambda shape, dtype, name: torch.empty(shape, dtype=dtype))
-    return megatron_functions._Linear.apply(x, x.new_ones(6, x.shape[-1]), None, False, group, lambda: buffers)
+    return trained_linear._Linear.apply(x, x.new_ones(6, x.shape[-1]), None, False, group, lambda: buffers)
 
 
 INTEGRATIONS = {

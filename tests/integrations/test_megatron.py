@@ -29,7 +29,15 @@ from megatron_verify import WAYS, verified
 import tritoncomm
 from tritoncomm import mappings, variables
 from tritoncomm.errors import ArgumentError, UnsupportedError
-from tritoncomm.integrations import changes, megatron, megatron_functions
+from tritoncomm.integrations import changes, megatron
+from tritoncomm.integrations.megatron import (
+    frozen_linear,
+    functions,
+    patching,
+    replacements,
+    signatures,
+    trained_linear,
+)
 from tritoncomm.p2p import P2PCommunicator
 
 try:
@@ -52,7 +60,7 @@ def theirs() -> Iterator[SimpleNamespace]:
     """Megatron's modules by the last part of their name; whatever a test did, every name is restored after it."""
     loaded = {name: core(name) for name in MODULES}
     before = _bindings()
-    megatron._warned.clear()
+    replacements._warned.clear()
     yield SimpleNamespace(**{name.rpartition(".")[2]: module for name, module in loaded.items()})
     megatron.unpatch()
     after = _bindings()
@@ -194,7 +202,7 @@ def test_every_name_is_replaced_by_identity(theirs: SimpleNamespace) -> None:
     replaced = set(report.replaced)
     assert len(originals) >= 29
     for name in originals:
-        own = megatron_functions if name in OVERWRITING else mappings
+        own = functions if name in OVERWRITING else mappings
         assert getattr(theirs.mappings, name) is getattr(own, name)
         assert ("megatron.core.tensor_parallel.mappings", name) in replaced
     assert theirs.schedules.P2PCommunicator is theirs.p2p_communication.P2PCommunicator is P2PCommunicator
@@ -252,7 +260,7 @@ def test_no_other_reference_to_an_original_is_left(theirs: SimpleNamespace) -> N
 
 def _is_of_the_patch(holder: Any) -> bool:
     """Pairs (original, replacement), the tables of originals, and changes, which put them back."""
-    if isinstance(holder, changes._Entry) or any(holder is each for each in megatron._state.originals.values()):
+    if isinstance(holder, changes._Entry) or any(holder is each for each in patching._state.originals.history.values()):
         return True
     return isinstance(holder, tuple) or (isinstance(holder, dict) and all(map(_is_id, holder)))
 
@@ -294,7 +302,7 @@ def test_a_block_inside_a_patch_leaves_it(theirs: SimpleNamespace) -> None:
     with megatron.patched():
         pass
     assert theirs.schedules.P2PCommunicator is P2PCommunicator
-    assert theirs.cross_entropy.vocab_parallel_cross_entropy.__module__ == megatron_functions.__name__
+    assert theirs.cross_entropy.vocab_parallel_cross_entropy.__module__ == functions.__name__
     with megatron.patched():
         megatron.unpatch()
         assert _bindings() == before
@@ -392,7 +400,7 @@ def test_a_patch_that_fails_halfway_is_undone(theirs: SimpleNamespace, monkeypat
         with pytest.raises(RuntimeError, match="read only"):
             megatron.patch(cross_entropy=cross_entropy)
         assert _bindings() == patched
-    assert theirs.cross_entropy.vocab_parallel_cross_entropy.__module__ == megatron_functions.__name__
+    assert theirs.cross_entropy.vocab_parallel_cross_entropy.__module__ == functions.__name__
 
 
 def test_a_package_that_is_not_imported_is_refused(theirs: SimpleNamespace) -> None:
@@ -433,7 +441,7 @@ def test_every_call_in_megatrons_source_is_one_that_ours_takes(theirs: SimpleNam
     megatron.patch(cross_entropy=True)
     names = {name for name in mappings.__all__ if hasattr(theirs.mappings, name)}
     replaced: dict[str, Any] = {name: getattr(theirs.mappings, name) for name in names}
-    replaced |= {name: getattr(theirs.layers, name) for name in megatron._LINEAR + megatron._FROZEN}
+    replaced |= {name: getattr(theirs.layers, name) for name in replacements.LINEAR + replacements.FROZEN}
     replaced["vocab_parallel_cross_entropy"] = theirs.cross_entropy.vocab_parallel_cross_entropy
     replaced["P2PCommunicator"] = P2PCommunicator
     seen = set()
@@ -442,7 +450,7 @@ def test_every_call_in_megatrons_source_is_one_that_ours_takes(theirs: SimpleNam
             continue
         called = replaced[call.name]
         if call.is_apply:
-            called = megatron._forward(called)
+            called = signatures.forward_of(called)
         signature = inspect.signature(called)
         parameters = [p for p in signature.parameters.values() if p.name != "ctx"]
         assert call.binds(signature.replace(parameters=parameters)), f"{call}: {signature}"
@@ -592,7 +600,7 @@ def test_the_linear_functions_of_the_next_release(theirs: SimpleNamespace, monke
     plain = inspect.signature(getattr(theirs.layers, LINEAR)).parameters
     if "gtp_remat_size" not in plain:
         pytest.skip("0.20 follows 0.19")
-    for function, linear_class in (megatron._LINEAR, megatron._FROZEN):
+    for function, linear_class in (replacements.LINEAR, replacements.FROZEN):
         monkeypatch.setattr(theirs.layers, function, _with_output_dtype(getattr(theirs.layers, function), True))
         original = getattr(theirs.layers, linear_class)
         forward = _with_output_dtype(original.forward, False)
@@ -601,7 +609,7 @@ def test_the_linear_functions_of_the_next_release(theirs: SimpleNamespace, monke
         monkeypatch.setattr(theirs.layers, linear_class, _own(fake))
     assert not [line for line in megatron.patch(strict=True).kept if "megatron.core" in line]
     x, weight = torch.randn(3, 2), torch.randn(4, 2)
-    for function in (megatron._LINEAR[0], megatron._FROZEN[0]):
+    for function in (replacements.LINEAR[0], replacements.FROZEN[0]):
         ours = getattr(theirs.layers, function)
         for same in (None, torch.float32):
             out = ours(x, weight, None, False, False, False, tp_group=None, output_dtype=same)
@@ -622,7 +630,7 @@ def _fake_class(name: str, **members: Any) -> Any:
     return _own(type(name, (torch.autograd.Function,), methods))
 
 
-@pytest.mark.parametrize("pair", [megatron._LINEAR, megatron._FROZEN])
+@pytest.mark.parametrize("pair", [replacements.LINEAR, replacements.FROZEN])
 @pytest.mark.parametrize("what", ["missing class", "missing function", "changed class", "changed function"])
 def test_a_linear_function_and_its_class_stay_together(
     theirs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str], what: str
@@ -691,7 +699,7 @@ def test_a_changed_autograd_class_stays_megatrons_alone(
     (line,) = [each for each in report.kept if "_CopyToModelParallelRegion" in each]
     assert "_CopyToModelParallelRegion.apply takes (input_, group, stream), ours takes (input_, group)" in line
     assert theirs.mappings._CopyToModelParallelRegion is copy
-    own = megatron_functions.copy_to_tensor_model_parallel_region
+    own = functions.copy_to_tensor_model_parallel_region
     assert theirs.mappings.copy_to_tensor_model_parallel_region is own
 
 
@@ -711,9 +719,9 @@ def test_a_version_of_which_nothing_can_be_replaced_is_refused(
         if hasattr(theirs.mappings, name):
             monkeypatch.setattr(theirs.mappings, name, _own(lambda unknown: None))
     monkeypatch.delattr(theirs.p2p_communication, "P2PCommunicator")
-    for function, _ in (megatron._LINEAR, megatron._FROZEN):
+    for function, _ in (replacements.LINEAR, replacements.FROZEN):
         monkeypatch.delattr(theirs.layers, function)
-    monkeypatch.setitem(sys.modules, f"megatron.core.distributed.{megatron._FP32_SUM}", None)  # no such module
+    monkeypatch.setitem(sys.modules, f"megatron.core.distributed.{replacements.FP32_SUM}", None)  # no such module
     before = _bindings()
     with pytest.raises(UnsupportedError, match=r"nothing of megatron-core .* can be replaced:") as caught:
         megatron.patch()
@@ -750,8 +758,8 @@ def test_a_reloaded_module_is_patched_again_and_restored(theirs: SimpleNamespace
             assert megatron.patch() == first
             assert theirs.p2p_communication.P2PCommunicator is theirs.schedules.P2PCommunicator is P2PCommunicator
             assert theirs.mappings.all_to_all is theirs.token_dispatcher.all_to_all is mappings.all_to_all
-            for name in megatron._LINEAR + megatron._FROZEN:
-                assert getattr(theirs.layers, name).__module__ == megatron_functions.__name__
+            for name in replacements.LINEAR + replacements.FROZEN:
+                assert getattr(theirs.layers, name).__module__ in (trained_linear.__name__, frozen_linear.__name__)
             own = {id(value) for value in (*new.values(), communicator)}
             assert [place for place, value in _bindings().items() if value in own] == []
             megatron.unpatch()
@@ -766,7 +774,7 @@ def test_a_name_that_was_reloaded_is_not_reported(theirs: SimpleNamespace) -> No
     with _reloading(theirs.mappings), megatron.patched() as outer:
         importlib.reload(theirs.mappings)
         own = {place for place in outer.replaced if place[0] == theirs.mappings.__name__}
-        assert set(megatron._report().replaced) == set(outer.replaced) - own
+        assert set(patching._report().replaced) == set(outer.replaced) - own
         with megatron.patched() as inner:
             assert inner == outer
             assert theirs.mappings.all_to_all is mappings.all_to_all
@@ -795,8 +803,9 @@ def test_the_report_says_what_is_kept(theirs: SimpleNamespace, monkeypatch: pyte
 
 
 def test_megatron_is_imported_at_the_first_call_only() -> None:
-    source = inspect.getsource(megatron) + inspect.getsource(megatron_functions)
-    assert "import megatron" not in source.replace("import megatron_functions", "")
+    sources = [path.read_text() for path in Path(inspect.getfile(megatron)).parent.glob("*.py")]
+    assert len(sources) > 5
+    assert not any(re.search(r"^\s*(import|from) megatron", source, re.MULTILINE) for source in sources)
 
 
 # --- single functions, without ranks
@@ -843,8 +852,8 @@ def _functions(version: str, frozen: bool, seen: list[dict[str, Any]]) -> tuple[
     fake = type("Fake", (), {name: staticmethod(member) for name, member in members.items()})
     theirs = _recorder((_FROZEN if frozen else _TRAINED)[version], seen)
     if frozen:
-        return *megatron_functions.frozen_linear_functions(theirs, fake, lambda group: group), theirs
-    return *megatron_functions.linear_functions(theirs, fake, lambda group: group, lambda: None), theirs
+        return *frozen_linear.frozen_linear_functions(theirs, fake, lambda group: group), theirs
+    return *trained_linear.linear_functions(theirs, fake, lambda group: group, lambda: None), theirs
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
@@ -897,7 +906,7 @@ def test_linear_functions_have_the_arguments_of_each_version(version: str, froze
 @pytest.mark.parametrize("kind", ["TrainedLinear", "TrainedLinear016", "FrozenLinear", "FrozenLinear016"])
 def test_a_linear_function_is_an_object_that_can_be_pickled(kind: str) -> None:
     more = () if "Frozen" in kind else (os.getcwd,)
-    made = getattr(megatron_functions, kind)(os.fspath, os.fspath, *more)
+    made = getattr(trained_linear if kind in vars(trained_linear) else frozen_linear, kind)(os.fspath, os.fspath, *more)
     x, weight, group = torch.randn(3, 2), torch.randn(4, 2), (None,) if "Frozen" in kind else ()
     for linear in (made, pickle.loads(pickle.dumps(made))):
         assert torch.equal(linear(x, weight, None, False, False, False, *group), x @ weight.t())

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm import record
 from tritoncomm.core import backend
 from tritoncomm.errors import ArgumentError, MismatchError
-from tritoncomm.integrations.megatron_resharding import PackedCopyService
+from tritoncomm.integrations.megatron.resharding import PackedCopyService
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="no Megatron is installed")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn, torch.bool)

@@ -110,7 +110,7 @@ def megatron_resharding(is_ours: bool) -> None:
     """Import Megatron-core, with our copy service in the place of Gloo's."""
     megatron(is_ours)
     if is_ours:
-        from tritoncomm.integrations.megatron_resharding import PackedCopyService
+        from tritoncomm.integrations.megatron.resharding import PackedCopyService
 
         refit = importlib.import_module("megatron.core.resharding.refit")
         refit.GlooCopyService = PackedCopyService  # pyright: ignore

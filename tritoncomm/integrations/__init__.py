@@ -1,8 +1,8 @@
 """Integrations: tritoncomm under the names and signatures of other frameworks, each imported at its first use.
 
 In these modules ``theirs`` is the other framework's object and ``ours`` the one that takes its place, with its
-arguments. ``group`` are the ranks that hold one sequence, in ``megatron_functions`` the tensor-parallel ranks. ``name``
-is the function for errors and counters. Shapes have ``b`` sequences of ``s`` local positions, or ``S`` of all ranks.
+arguments. ``group`` are the ranks that hold one sequence, in ``megatron`` the tensor-parallel ranks. ``name`` is the
+function for errors and counters. Shapes have ``b`` sequences of ``s`` local positions, or ``S`` of all ranks.
 """
 
 import importlib

@@ -15,7 +15,7 @@ from stream_order.simulator import DEVICE
 from torch import Tensor
 
 from tritoncomm import collective
-from tritoncomm.integrations import megatron_functions
+from tritoncomm.integrations.megatron import frozen_linear, trained_linear
 from tritoncomm.reshard import Layout, reshard
 from tritoncomm.tensor.vocab_parallel import cross_entropy_rows
 from tritoncomm.ulysses import UlyssesAttention
@@ -52,9 +52,9 @@ def linear(sequence_parallel: bool, reduced: bool, frozen: bool = False) -> Call
         x, weight = leaf(program, 4, 2, 16) * 1, leaf(program, 8, 16)
         buffers = (lambda: SimpleNamespace(get_tensor=_buffer)) if sequence_parallel else None
         if frozen:
-            return megatron_functions._FrozenLinear.apply(x, weight.detach(), None, program.group)
+            return frozen_linear._FrozenLinear.apply(x, weight.detach(), None, program.group)
         bias = leaf(program, 8)
-        return megatron_functions._Linear.apply(x, weight, bias, reduced, program.group, buffers)
+        return trained_linear._Linear.apply(x, weight, bias, reduced, program.group, buffers)
 
     return call
 
