@@ -13,8 +13,8 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import tritoncomm
-from tritoncomm.integrations.trainer import UlyssesTrainerMixin
 from tritoncomm.integrations.transformers import register, unregister
+from tritoncomm.integrations.transformers.trainer import UlyssesTrainerMixin
 
 STEPS, RATE = 4, 0.5
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}

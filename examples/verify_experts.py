@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from tritoncomm import verify
-from tritoncomm.integrations.transformers_experts import register
+from tritoncomm.integrations.transformers.experts import register_experts
 
 
 def build(rank: int, world: int, group: Any, whole: dict[str, Tensor] | None) -> verify.Case:
@@ -25,7 +25,7 @@ def build(rank: int, world: int, group: Any, whole: dict[str, Tensor] | None) ->
     if whole is None:
         model: Any = transformers.AutoModelForCausalLM.from_config(config, **options)
     else:
-        register()
+        register_experts()
         shards = {"fsdp_size": world, "ep_size": world, "ep_implementation": exchange}
         options["distributed_config"] = transformers.distributed.DistributedConfig(**shards)
         kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]

@@ -165,7 +165,7 @@ MUTATIONS = (
         "tests/debug/test_replicas.py tests/tensor/test_training.py",
     ),
     Mutation(
-        "transformers: a batch that is not sharded passes", "tritoncomm/integrations/switching.py",
+        "transformers: a batch that is not sharded passes", "tritoncomm/integrations/transformers/registration.py",
         "        if notes is None:\n            raise", "        if notes == 0:\n            raise",
         "tests/integrations/test_transformers.py",
     ),

@@ -15,7 +15,7 @@ from tritoncomm import ArgumentError, MismatchError, collective, p2p, record
 from tritoncomm.core.call import compare_arguments, enter
 from tritoncomm.debug.descriptor import KINDS
 from tritoncomm.experts import combine, dispatch
-from tritoncomm.integrations.sequence_batch import shard_batch
+from tritoncomm.integrations.transformers.batch import shard_batch
 from tritoncomm.recurrent import Exchanged, Sliced, by_heads, conv_halo
 from tritoncomm.ulysses import UlyssesAttention
 

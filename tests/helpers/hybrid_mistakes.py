@@ -9,8 +9,9 @@ from torch import Tensor
 from verify_recipes import Fault
 
 from tritoncomm import recurrent
-from tritoncomm.integrations import recurrent_layers, sequence_batch
-from tritoncomm.integrations.batch_notes import BatchNotes
+from tritoncomm.integrations.transformers import batch as sequence_batch
+from tritoncomm.integrations.transformers import recurrent_layers
+from tritoncomm.integrations.transformers.batch_notes import BatchNotes
 
 __all__ = ["MISTAKES", "Mistake", "make"]
 

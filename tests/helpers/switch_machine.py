@@ -43,8 +43,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from tritoncomm.errors import CommError
-from tritoncomm.integrations import changes, fsdp2, model_parts, recurrent_layers, switching
+from tritoncomm.integrations import changes, fsdp2
 from tritoncomm.integrations import transformers as ours
+from tritoncomm.integrations.transformers import hooks, model_parts, recurrent_layers, registration
 
 __all__ = ["draw"]
 
@@ -138,8 +139,8 @@ class Model:
         self.family, self.model = family, model
 
     @property
-    def active(self) -> list[switching.Switch]:
-        return [found for found in switching.switches_of(self.model) if found.is_on]
+    def active(self) -> list[hooks.Switch]:
+        return [found for found in hooks.switches_of(self.model) if found.is_on]
 
 
 class Sequences(RuleBasedStateMachine):
@@ -202,13 +203,13 @@ class Sequences(RuleBasedStateMachine):
                 assert model.config._attn_implementation != "sdpa" or torch.equal(found, wanted), "other logits"
                 return
             name = entry.active[0].name
-            group = switching.registered[name].group if name in switching.registered else self.groups[0]
+            group = registration.registered[name].group if name in registration.registered else self.groups[0]
             batch = {"input_ids": IDS} | ({"labels": IDS} if labels else {})
             try:
                 model(**ours.shard_batch(batch, group))
             except (CommError, KeyError):
                 functions = entry.active[0].functions
-                assert name not in switching.registered or (functions is not None and functions.is_released)
+                assert name not in registration.registered or (functions is not None and functions.is_released)
 
     @rule(index=st.integers(0, 9))
     def generate(self, index: int) -> None:
@@ -226,7 +227,7 @@ class Sequences(RuleBasedStateMachine):
                 model = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
             else:
                 model = copy.deepcopy(entry.model)
-            assert [found.name for found in switching.switches_of(model) if found.is_on] == [
+            assert [found.name for found in hooks.switches_of(model) if found.is_on] == [
                 found.name for found in entry.active
             ]
             self.models.append(Model(entry.family, model))
@@ -265,7 +266,7 @@ class Sequences(RuleBasedStateMachine):
             assert len(active) <= 1
             if entry.model.config._attn_implementation in NAMES:
                 assert [found.name for found in active] == [entry.model.config._attn_implementation]
-            if active and active[0].functions is not None and active[0].name in switching.registered:
+            if active and active[0].functions is not None and active[0].name in registration.registered:
                 assert len(list(hooks_of(entry.model, active[0]))) == HOOKS[entry.family]
 
     def teardown(self) -> None:
@@ -298,11 +299,11 @@ class Sequences(RuleBasedStateMachine):
         assert [reference() for reference in references] == [None, None], "groups"
 
 
-def hooks_of(model: nn.Module, owner: switching.Switch) -> Iterator[Any]:
+def hooks_of(model: nn.Module, owner: hooks.Switch) -> Iterator[Any]:
     """Hooks of one switch."""
     for module in model.modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            if getattr(switching._function_of(hook), "__self__", None) is owner:
+            if getattr(hooks._function_of(hook), "__self__", None) is owner:
                 yield hook
 
 
@@ -327,7 +328,7 @@ def draw(examples: int, steps: int) -> int:
     for family in set(FAMILIES):
         model = copy.deepcopy(template(family)[0])
         ours.switch(model, name)
-        HOOKS[family] = len(list(hooks_of(model, switching.switches_of(model)[0])))
+        HOOKS[family] = len(list(hooks_of(model, hooks.switches_of(model)[0])))
     del model
     ours.unregister()
     own = settings(

@@ -15,9 +15,9 @@ from torch.utils.data import IterableDataset
 
 import tritoncomm
 from tritoncomm import variables
-from tritoncomm.integrations import sequence_batch
 from tritoncomm.integrations import transformers as ours
-from tritoncomm.integrations.trainer import UlyssesTrainerMixin
+from tritoncomm.integrations.transformers import batch as sequence_batch
+from tritoncomm.integrations.transformers.trainer import UlyssesTrainerMixin
 
 __all__ = ["KINDS", "PACKED", "Report", "Run", "Steps", "Sums", "run_job_of_trainers"]
 

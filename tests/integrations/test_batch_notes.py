@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tritoncomm.errors import ArgumentError
-from tritoncomm.integrations.batch_notes import BatchNotes, note, noted
+from tritoncomm.integrations.transformers.batch_notes import BatchNotes, note, noted
 
 VIEWS: list[Callable[[Tensor, random.Random], Tensor]] = [
     lambda x, draw: x[draw.randint(0, x.shape[0]) :],

@@ -29,9 +29,12 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.groups import make_group
-from tritoncomm.integrations import changes, recurrent_layers, rotary_tables, switching
+from tritoncomm.integrations import changes
+from tritoncomm.integrations import recurrent_layers as earlier_layers
+from tritoncomm.integrations import rotary_tables as earlier_tables
 from tritoncomm.integrations import transformers as ours
 from tritoncomm.integrations.changes import Change, Changes
+from tritoncomm.integrations.transformers import hooks, recurrent_layers
 
 ROOT = Path(__file__).parents[2]
 has_transformers = pytest.mark.skipif(
@@ -268,10 +271,10 @@ EARLIER: dict[str, list[tuple[str, Any]]] = {
     "model": [
         ("pre", partial(ours._check_call, "tritoncomm_ulysses", True, True, True)),
         ("pre", partial(ours._begin, "tritoncomm_ulysses", True)),
-        ("post", recurrent_layers.leave_model),
+        ("post", earlier_layers.leave_model),
     ],
-    "hybrid": [("pre", recurrent_layers._enter), ("post", ours._Untraced(recurrent_layers._leave))],
-    "rotary": [("pre", rotary_tables._append), ("post", rotary_tables._cut)],
+    "hybrid": [("pre", earlier_layers._enter), ("post", ours._Untraced(earlier_layers._leave))],
+    "rotary": [("pre", earlier_tables._append), ("post", earlier_tables._cut)],
 }
 
 
@@ -366,7 +369,7 @@ def test_a_part_of_a_switched_model_is_not_switched(group: ProcessGroup) -> None
         ours.switch(model, "sdpa")
         ours.switch(model.model, name)
         ours.switch(model, "sdpa")
-        assert list(switching.switches_of(model)) == []
+        assert list(hooks.switches_of(model)) == []
     finally:
         ours.unregister()
 
@@ -445,11 +448,11 @@ def test_copies(group: ProcessGroup) -> None:
         assert torch.equal(copied(**ours.shard_batch(batch, group)).loss, loss)
         handle = model.register_forward_hook(WithLock().hook)
         layer = copy.deepcopy(model.model.layers[0])
-        assert [switch.name for switch in switching.switches_of(layer)] == [name]
+        assert [switch.name for switch in hooks.switches_of(layer)] == [name]
         handle.remove()
         for each in (copied, model):
             ours.switch(each, "sdpa")
-            assert switching.switches_of(each) == []
+            assert hooks.switches_of(each) == []
     finally:
         ours.unregister()
 
@@ -470,7 +473,7 @@ def test_a_compiled_model_is_switched(group: ProcessGroup) -> None:
         wanted = model(**ours.shard_batch(batch, group)).logits
         assert torch.equal(compiled(**ours.shard_batch(batch, group)).logits, wanted)
         ours.switch(compiled, "sdpa")
-        assert switching.switches_of(model) == []
+        assert hooks.switches_of(model) == []
     finally:
         ours.unregister()
 
@@ -563,7 +566,7 @@ def test_parts_that_are_replaced_in_a_switched_model(group: ProcessGroup) -> Non
                 with pytest.raises(UnsupportedError, match=problem):
                     logits(model)
             if problem in ("", again):
-                if problem and any(owner.name == single for owner in switching.switches_of(model)):
+                if problem and any(owner.name == single for owner in hooks.switches_of(model)):
                     with pytest.raises(UnsupportedError, match="has, a part of a model that was switched to 'single'"):
                         ours.switch(model, name)
                     continue

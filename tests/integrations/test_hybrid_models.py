@@ -29,9 +29,9 @@ from torch.utils._pytree import tree_leaves
 import tritoncomm
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.groups import make_group
-from tritoncomm.integrations import model_parts, recurrent_layers, switching
 from tritoncomm.integrations import transformers as ours
-from tritoncomm.integrations.sequence_batch import IGNORED
+from tritoncomm.integrations.transformers import model_parts, recurrent_layers, registration
+from tritoncomm.integrations.transformers.batch import IGNORED
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -967,10 +967,10 @@ def test_functions_of_layers_go_with_their_registration(group: ProcessGroup) -> 
     try:
         ours.switch(model, ours.register(made))
         model(**ours.shard_batch(batch, made))
-        assert switching.registered["tritoncomm_ulysses"].functions
+        assert registration.registered["tritoncomm_ulysses"].functions
     finally:
         ours.unregister()
-    assert not switching.registered
+    assert not registration.registered
     dist.destroy_process_group(made)
     del made
     gc.collect()

@@ -23,8 +23,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from tritoncomm.errors import ArgumentError, UnsupportedError
-from tritoncomm.integrations import model_parts
 from tritoncomm.integrations import transformers as ours
+from tritoncomm.integrations.transformers import model_parts
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 from trainer_jobs import KINDS, PACKED, Report, Run, run_job_of_trainers
 
 import tritoncomm
-from tritoncomm.integrations.trainer import TRAINERS, UlyssesTrainerMixin
+from tritoncomm.integrations.transformers.trainer import TRAINERS, UlyssesTrainerMixin
 
 pytestmark = [
     pytest.mark.skipif(

@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 
 import tritoncomm
 from tritoncomm import variables
-from tritoncomm.integrations import sequence_batch
 from tritoncomm.integrations import transformers as ours
+from tritoncomm.integrations.transformers import batch as sequence_batch
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"

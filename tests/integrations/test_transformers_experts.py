@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm import ArgumentError, UnsupportedError, record
 from tritoncomm.core import backend
 from tritoncomm.integrations import transformers as ulysses
-from tritoncomm.integrations import transformers_experts as ours
+from tritoncomm.integrations.transformers import experts as ours
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -130,7 +130,7 @@ def differences(alone: Any, found: dict[str, Tensor | None], factor: float = 1.0
 
 def train(group: ProcessGroup, path: str, tp: int, ep: int, how: str = "") -> str:
     """One backward over the batches of all ranks, against one process."""
-    ours.register()
+    ours.register_experts()
     number, batches = group.rank() // tp, group.size() // tp
     model = prepared(distributed(path, group, tp, ep, ours.NAME), how)
     length = 2 if how == "few tokens" else LENGTH
@@ -158,7 +158,7 @@ def test_models(jobs: dict[int, Pool], folder: str, layout: tuple[int, int, int]
 
 def train_shards(group: ProcessGroup, path: str) -> str:
     """Sequence shards and experts over the same ranks: the logits and summed gradients of one process."""
-    ours.register()
+    ours.register_experts()
     model = distributed(path, group, 1, group.size(), ours.NAME)
     ids = batch_of(0)
     ulysses.switch(model, ulysses.register(group, name=f"shards of {Path(path).name}"))
@@ -194,7 +194,7 @@ def count_bytes(group: ProcessGroup, path: str, name: str) -> int:
     """Bytes that this rank's all-to-alls of a step send to other ranks."""
     import transformers.distributed.expert_parallel as module
 
-    ours.register()
+    ours.register_experts()
     sent, start = [0], backend.all_to_all
     theirs, plain = module.all_to_all_single_autograd, module.all_to_all_single
 
@@ -233,16 +233,16 @@ def test_fewer_bytes_than_a_row_for_each_pair(jobs: dict[int, Pool], folder: str
 def test_names() -> None:
     from transformers.distributed.expert_parallel import EPImplementationInterface
 
-    assert ours.register() == ours.register() == "tritoncomm"
+    assert ours.register_experts() == ours.register_experts() == "tritoncomm"
     assert "tritoncomm" in EPImplementationInterface()
     with pytest.raises(ArgumentError, match="has an implementation 'all_to_all'"):
-        ours.register("all_to_all")
+        ours.register_experts("all_to_all")
     with pytest.raises(ArgumentError, match="'all_to_all' is no implementation"):
-        ours.unregister("all_to_all")
-    ours.unregister()
+        ours.unregister_experts("all_to_all")
+    ours.unregister_experts()
     assert "tritoncomm" not in EPImplementationInterface()
     with pytest.raises(ArgumentError, match="is no implementation"):
-        ours.unregister()
+        ours.unregister_experts()
 
 
 def test_other_releases_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,4 +250,4 @@ def test_other_releases_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.delattr(expert_parallel, "EPImplementationInterface")
     with pytest.raises(UnsupportedError, match="no registry of expert parallelism"):
-        ours.register()
+        ours.register_experts()

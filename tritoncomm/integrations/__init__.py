@@ -9,7 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tritoncomm.integrations import ddp, deepspeed, fsdp2, megatron, trainer, transformers, yunchang
+    from tritoncomm.integrations import ddp, deepspeed, fsdp2, megatron, transformers, yunchang
+    from tritoncomm.integrations.transformers import trainer
 
 __all__ = ["ddp", "deepspeed", "fsdp2", "megatron", "trainer", "transformers", "yunchang"]
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from tritoncomm import collective
 from tritoncomm.errors import ArgumentError
-from tritoncomm.integrations import model_parts
 from tritoncomm.integrations import transformers as ours
+from tritoncomm.integrations.transformers import model_parts
 from tritoncomm.verify.recording import Case
 
 __all__ = ["case_of", "classes", "small"]

@@ -26,8 +26,8 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 import tritoncomm
-from tritoncomm.integrations.trainer import UlyssesTrainerMixin
 from tritoncomm.integrations.transformers import register
+from tritoncomm.integrations.transformers.trainer import UlyssesTrainerMixin
 
 WORDS, PAD, END = 62, 62, 63
 KEYS = ("loss", "grad_norm", "mean_token_accuracy", "entropy", "num_tokens", "eval_loss", "eval_mean_token_accuracy")

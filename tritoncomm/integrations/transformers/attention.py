@@ -1,14 +1,9 @@
-"""Ulysses sequence parallelism for Hugging Face transformers: an attention implementation, and a shard of every batch.
-
-``switch(model, register(group))``, ``model(**shard_batch(batch, group))``: each rank computes the logits and the loss
-of its positions, the gradients add up over the group. The attention refuses a batch that ``shard_batch`` did not make.
-"""
+"""Attention implementation of Ulysses in transformers' registry: ``register``, and what attention layers then call."""
 
 import importlib
 import inspect
 import warnings
 from collections.abc import Callable
-from copy import deepcopy
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -22,23 +17,18 @@ from torch.distributed import ProcessGroup
 from tritoncomm import ulysses
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.groups import resolve_sequence
-from tritoncomm.integrations import losses, model_parts, recurrent_layers
-from tritoncomm.integrations.batch_notes import mark, marked, noted
-from tritoncomm.integrations.changes import Changes, outdated, outdated_end
-from tritoncomm.integrations.sequence_batch import shard_batch
-from tritoncomm.integrations.switching import (
+from tritoncomm.integrations.changes import Changes
+from tritoncomm.integrations.transformers import model_parts, recurrent_layers
+from tritoncomm.integrations.transformers.batch_notes import mark, marked, noted
+from tritoncomm.integrations.transformers.hooks import switches_of
+from tritoncomm.integrations.transformers.registration import (
     Registration,
-    Switch,
-    Untraced,
     check_bidirectional,
     registered,
     registration,
-    remove_unused,
-    switches_of,
 )
-from tritoncomm.ulysses import dropout_by_rank
 
-__all__ = ["NAME", "dropout_by_rank", "group_of", "register", "shard_batch", "switch", "unregister"]
+__all__ = ["NAME", "group_of", "register", "registries", "unregister"]
 
 NAME = "tritoncomm_ulysses"
 # Arguments of an attention function that change nothing, or that are done already: by the mask, or around attention.
@@ -48,8 +38,6 @@ _TAKEN = frozenset(
     + ["sliding_window", "use_cache"]
 )
 _NOT_IN_A_NAME = ("flash", "/", "|")  # transformers takes such names for implementations of its own or of a hub
-_begin = _check_call = _refuse_tower = _watch = outdated  # in models that were saved
-_check_loss, _Untraced = outdated_end, Untraced
 _UNKNOWN: Any = object()
 
 
@@ -70,7 +58,7 @@ def register(
         ArgumentError: ``attention`` is not registered, or ``name`` is taken or means something to transformers.
         UnsupportedError: ``eager``, which every model defines for itself.
     """
-    attentions, masks = _registries()
+    attentions, masks = registries()
     if attention == "eager":
         raise UnsupportedError("register: attention 'eager' is a function of each model; use 'sdpa'")
     if attention not in attentions:
@@ -96,92 +84,6 @@ def register(
         added.changes.set_entry(masks._global_mapping, name, added.make_mask)
         registered[name] = added
     return name
-
-
-def switch(model: Any, name: str, *, unverified: bool = False) -> None:
-    """Give one model the attention ``name``, an own one of ``register`` or one of transformers.
-
-    ``model.set_attn_implementation`` writes into the config object. ``switch`` copies the configs of the model and of
-    its submodules first, so that other models of the same config object keep their attention.
-
-    A model is accepted by what it is known to contain: attention that is full, sliding or chunked and goes through
-    transformers' registry, and otherwise layers that work on positions one by one. ``unverified=True`` runs a model of
-    which that is not known, and warns: compare its logits with those of one process first.
-
-    Raises:
-        ArgumentError: ``model`` is no model of transformers, or nothing has the name.
-        UnsupportedError: transformers cannot change the attention of this model; or the model has a part that gives
-            other numbers over shards: a state or a convolution that crosses them, positions or a mask of its own, a
-            loss or noise that knows the length; or it is not known to have none.
-    """
-    model = dict(model.named_children()).get("_orig_mod", model) if isinstance(model, torch.nn.Module) else model
-    if not hasattr(model, "set_attn_implementation"):
-        raise ArgumentError(f"switch: needs a model of transformers, not {type(model).__name__}")
-    ours = registered.get(name)
-    is_sharded = ours is not None and ours.group.size() > 1
-    recurrent = [] if ours is None else recurrent_layers.recurrent_layers(model)
-    problem = None if ours is None else model_parts.wrong_part(model, ours.attention, is_sharded, recurrent)
-    if problem is not None:
-        raise UnsupportedError(f"switch: {type(model).__name__}: {problem}")
-    unknown = model_parts.unknown_part(model) if is_sharded else None
-    has_attention = model_parts.has_attention(model) or not recurrent_layers.recurrent_layers(model)
-    if name not in _registries()[0] and name != "eager" and (not has_attention or "/" not in name):  # a hub's
-        raise ArgumentError(f"switch: transformers has no attention {name!r}, only {sorted(_registries()[0])}")
-    outer = model_parts.outermost(model.modules()) or model
-    if recurrent_layers.is_running(outer) or recurrent_layers.is_running(model):
-        raise UnsupportedError(f"switch: a forward of {type(model).__name__} is running, and would compute with both")
-    switches = switches_of(model)
-    owners = [owner for owner in switches if owner.is_on]
-    others = [owner for owner in owners if not owner.belongs_to(model)]
-    if others:
-        raise UnsupportedError(
-            f"switch: {type(model).__name__} is, or has, a part of a model that was switched to {others[0].name!r}; "
-            "give that one to switch() first"
-        )
-    ended = Changes()
-    with Changes() as configs:  # which stay copied: somebody may have changed them since
-        _set_attention(configs, model, name, has_attention)
-        if unknown is not None and not unverified:
-            raise UnsupportedError(
-                f"switch: {type(model).__name__}: {unknown}, so that nobody knows whether it works over shards of the "
-                "sequence; compare its logits with those of one process under switch(model, name, unverified=True)"
-            )
-        if unknown is not None:
-            warnings.warn(f"switch: {type(model).__name__}: {unknown}: runs unverified over shards", stacklevel=2)
-        if ours is not None:
-            added = Switch(model, outer, name, has_attention)
-            configs.add(added.undo)
-            ours.judged.update(dict.fromkeys(model.modules(), ref(added)))
-    # From the last to the first: what raises keeps none from running.
-    ended.add(lambda: remove_unused(model.modules()))
-    ended.add(lambda: losses.forget(model.modules()))
-    for owner in switches:  # also those of which an interrupt has left something
-        ended.add(owner.undo)
-    ended.undo()
-
-
-def _set_attention(configs: Changes, model: Any, name: str, has_attention: bool) -> None:
-    """Give a model copies of its configs with the attention ``name``."""
-    kind = importlib.import_module("transformers").PreTrainedConfig
-    copies: dict[int, Any] = {}
-    for module in model.modules():
-        for attribute, value in list(vars(module).items()):
-            if isinstance(value, kind):
-                configs.set_attribute(module, attribute, deepcopy(value, copies))
-    if not has_attention:
-        return
-    model.set_attn_implementation(name)
-    if model.config._attn_implementation != name:  # transformers warns only
-        raise UnsupportedError(f"switch: transformers cannot change the attention of {type(model).__name__}")
-    for module in model_parts.language_parts(model):  # copied layers have a config that transformers misses
-        config: Any = getattr(module, "config", None)
-        if isinstance(config, kind) and config._attn_implementation != name:
-            if config is not vars(module).get("config"):
-                raise UnsupportedError(
-                    f"switch: the config of {type(module).__name__} is no attribute of its own, so that it cannot have "
-                    "a copy with another attention"
-                )
-            config._attn_implementation = name
 
 
 def group_of(name: str) -> ProcessGroup:
@@ -216,7 +118,7 @@ def _remove(name: str) -> None:
         registered.pop(name, None)
 
 
-def _registries() -> tuple[Any, Any]:
+def registries() -> tuple[Any, Any]:
     """Return transformers' attention functions, and the functions that make their masks."""
     attentions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     return attentions, importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS

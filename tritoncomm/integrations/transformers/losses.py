@@ -1,0 +1,400 @@
+"""Losses of models: those of the shards of a sequence add up if each is what the model's loss function returned.
+
+A loss function of transformers takes ``shift_labels`` and ``num_items_in_batch``, and is a sum over labels. The forward
+is watched: what it hands to its loss function, what this returns, and whether that is the loss which comes out. Every
+rank would add a further term, of its own shard; a formula of the model's own would shift the labels once more.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from tritoncomm.errors import UnsupportedError
+from tritoncomm.integrations.transformers.model_parts import outermost, outputs_of
+
+__all__ = ["NO_LABELS", "LossCall", "check", "end", "forget", "is_plain", "owners", "traced", "watch", "wrong_caller"]
+
+_ARGUMENTS = ("shift_labels", "num_items_in_batch")
+NO_LABELS = (
+    "{label}: {problem}; here the loss has to be one sum over labels, which shards add up to. Leave labels out, and "
+    "compute the loss from the logits of each position"
+)
+# Whether a loss function of somebody's is a sum: by the object that has it, and its function where it is a method.
+_sums: "WeakKeyDictionary[Any, dict[Any, bool]]" = WeakKeyDictionary()
+
+
+class LossCall(NamedTuple):
+    """LossCall of a loss function.
+
+    Attributes:
+        version: of the loss; changes in place, as ``loss += term``, count it up. None where they are not looked for.
+        kept: copy of the loss, where the source has changes to it.
+    """
+
+    loss: Any
+    version: int | None
+    kept: Tensor | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    function: Any
+
+
+class _WatchedLoss:
+    """Loss function of a model, while a forward runs.
+
+    Attributes:
+        owner: module whose hooks put it there.
+        before: what the model had in this place; None for nothing.
+        calls: so far.
+    """
+
+    def __init__(self, owner: nn.Module, model: nn.Module, before: Any, is_plain: bool) -> None:
+        self.owner, self.before = owner, before
+        self._model, self._is_plain = model, is_plain
+        # A property of transformers warns where it is read, of models without a loss, too.
+        self._function: Any = model.loss_function if _attribute(model) == "loss_function" else None
+        self.calls: list[LossCall] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "calls": []}  # an interrupt may have left them, with their graph
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function: Any = self._function
+        if function is None:
+            current = vars(self._model).get(_attribute(self._model))  # this, or one inside of it
+            _put(self._model, self.before)
+            function = self._model.loss_function
+            _put(self._model, current)
+        loss = function(*args, **kwargs)
+        function = function.calls[-1].function if isinstance(function, _WatchedLoss) else function
+        call = LossCall(loss, None, None, args, kwargs, function)
+        if not (self._is_plain and is_compiling()):
+            call = traced(_with_version, self._is_plain)(call, self._is_plain)
+        self.calls.append(call)
+        return loss
+
+
+def _with_version(call: LossCall, is_plain: bool) -> LossCall:
+    """Note the version of a loss, and keep a copy of it unless nothing in the source changes it."""
+    if not isinstance(call.loss, Tensor):
+        return call
+    return call._replace(version=call.loss._version, kept=None if is_plain else call.loss.detach().clone())
+
+
+def traced(function: Callable[..., Any], is_plain: bool) -> Callable[..., Any]:
+    """Return a function, for torch.compile one that breaks the graph where a loss may change in place."""
+    return torch.compiler.disable(function) if is_compiling() and not is_plain else function
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module, and those in it down to the model, are classes of packages without arithmetic on a loss."""
+    packages = {type(part).__module__.partition(".")[0] for part in _around(module)}
+    terms = [term for part in _around(module) for term in _terms(part) if "output_router_logits" not in term]
+    return packages <= {"transformers", "peft", "torch"} and not terms and not _is_replaced(module)
+
+
+def watch(
+    owner: nn.Module, models: Iterable[nn.Module], is_plain: bool, is_running: Callable[[nn.Module], bool]
+) -> None:
+    """Watch the loss functions of models until ``end`` of the same owner.
+
+    Args:
+        is_plain: whether torch.compile may trace the watch, which sees no changes in place there.
+        is_running: whether a call of a module is on the stack; else an interrupt kept it from being checked.
+    """
+    for model in models:
+        before = current = vars(model).get(_attribute(model))
+        while isinstance(before, _WatchedLoss) and (before.owner is owner or not is_running(before.owner)):
+            before = before.before
+        if before is not current:
+            _put(model, before)
+        _put(model, _WatchedLoss(owner, model, before, is_plain))
+
+
+def end(models: Iterable[nn.Module], owner: nn.Module) -> "list[LossCall] | None":
+    """End ``watch`` of an owner, and return the calls of the loss functions; None where it did not watch."""
+    calls = None
+    for model in models:
+        watched = vars(model).get(_attribute(model))
+        if isinstance(watched, _WatchedLoss) and watched.owner is owner:
+            calls = [*(calls or ()), *watched.calls]
+            _put(model, watched.before)
+    return calls
+
+
+def forget(modules: Iterable[nn.Module]) -> None:
+    """Put back the loss functions that an interrupt kept ``end`` from putting back."""
+    for module in modules:
+        before = current = vars(module).get(_attribute(module))
+        while isinstance(before, _WatchedLoss):
+            before = before.before
+        if before is not current:
+            _put(module, before)
+
+
+def check(
+    owner: nn.Module, calls: "list[LossCall]", arguments: Mapping[str, Any], out: Any, is_sharded: bool, label: str
+) -> None:
+    """Reject a loss that shards do not add up to.
+
+    Args:
+        calls: of loss functions in the forward of ``owner``.
+        arguments: keywords of the forward.
+        out: what it returned; None where it has raised.
+        is_sharded: whether there are several ranks; one rank adds a further term once.
+
+    Raises:
+        UnsupportedError: the loss is not what the model's loss function returned, or this is no sum over labels.
+    """
+    loss = _loss_of(out)
+    if loss is None or (not calls and arguments.get("labels") is None):
+        return
+    if problem := _wrong_loss(owner, calls, arguments, loss, is_sharded):
+        raise UnsupportedError(NO_LABELS.format(label=label, problem=problem))
+
+
+def owners(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules whose hooks watch the loss functions of some models."""
+    for model in models:
+        watched = vars(model).get(_attribute(model))
+        while isinstance(watched, _WatchedLoss):
+            yield watched.owner
+            watched = watched.before
+
+
+def _attribute(model: nn.Module) -> str:
+    """Return the attribute by which one model gets another loss function."""
+    is_property = isinstance(getattr(type(model), "loss_function", None), property)
+    return "_loss_function" if is_property else "loss_function"
+
+
+def _put(model: nn.Module, value: Any) -> None:
+    """Give a model another loss function, or take it away for None."""
+    name = _attribute(model)
+    # A loss function that is a module stays where `nn.Module` keeps it, behind the attribute.
+    if value is not None:
+        object.__setattr__(model, name, value)
+    elif any(child == name for child, _ in model.named_children()):
+        object.__delattr__(model, name)
+    else:
+        delattr(model, name)  # torch.compile follows this
+
+
+def _loss_of(out: Any) -> Tensor | None:
+    """Return the loss in an output: ``out.loss``, ``out["loss"]``, the first of a tuple, or the output itself."""
+    if isinstance(out, Mapping):
+        loss = out.get("loss")
+    elif isinstance(out, tuple | list) and not hasattr(out, "loss"):
+        loss = out[0] if out and isinstance(out[0], Tensor) and out[0].dim() == 0 else None
+    else:
+        loss = out if isinstance(out, Tensor) and out.dim() == 0 else getattr(out, "loss", None)
+    return loss if isinstance(loss, Tensor) else None
+
+
+def _wrong_loss(
+    owner: nn.Module, calls: list[LossCall], arguments: Mapping[str, Any], loss: Tensor, is_sharded: bool
+) -> str | None:
+    """Return the reason why the losses of shards do not add up to the loss of the sequence, or None."""
+    kind = type(owner).__name__
+    if not calls:  # whoever replaced a forward, as TRL's and Liger's fused heads do, took the labels as they come
+        return None if _is_replaced(owner) else f"{kind} computes its loss by a formula of its own"
+    for call in calls:
+        if any(call.kwargs.get(name) is None for name in _ARGUMENTS):
+            if any(arguments.get(name) is None for name in _ARGUMENTS):
+                return f"{kind} got labels without {' and '.join(_ARGUMENTS)}, as shard_batch returns them"
+            return f"{kind} hands no {' and '.join(_ARGUMENTS)} to its loss function"
+        labels = call.kwargs["labels"] if "labels" in call.kwargs else call.args[1] if len(call.args) > 1 else None
+        handed = {**call.kwargs, "labels": labels}
+        if any(not _is_same(handed[name], arguments.get(name)) for name in ("labels", *_ARGUMENTS)):
+            return f"{kind} hands other labels, or another count of them, to its loss function than it got"
+        name = getattr(call.function, "__module__", ""), getattr(call.function, "__name__", "")
+        if name != ("transformers.loss.loss_utils", "ForCausalLMLoss"):
+            # Asks for values, which torch.compile would trace.
+            judge: Any = torch.compiler.disable(_wrong_function) if is_compiling() else _wrong_function
+            if problem := judge(call):
+                return f"{kind} has the loss {problem}"
+    if is_sharded and _is_changed(calls, loss):
+        terms = [f", {term}" for module in _around(owner) for term in _terms(module)]
+        return f"{kind} changes its loss by a further term{''.join(terms[:1])}; every rank would add its own"
+    return None
+
+
+def _is_changed(calls: list[LossCall], loss: Tensor) -> bool:
+    """Whether a loss is not the sum of what the loss function returned."""
+    values: list[Any] = []
+    for call in calls:
+        is_untouched = call.version is None or call.loss._version == call.version
+        if not is_untouched and call.kept is None:
+            return True
+        values.append(call.loss if is_untouched else call.kept)
+    return not ((len(values) == 1 and values[0] is loss) or _is_same(sum(values), loss))
+
+
+def _is_same(x: Any, wanted: Any) -> bool:
+    """Whether a value is the one that was given; nothing given, or nothing handed on, is no difference."""
+    if x is wanted or x is None or wanted is None:
+        return True
+    if not isinstance(x, Tensor) or not isinstance(wanted, Tensor):
+        return bool(x == wanted)
+    return x.shape == wanted.shape and torch.equal(x, wanted.detach().to(x.device, x.dtype))
+
+
+def _is_sum(call: LossCall) -> bool:
+    """Whether a loss function of somebody's is a sum over labels, told from four tokens and asked once."""
+    logits = call.kwargs["logits"] if "logits" in call.kwargs else call.args[0] if call.args else None
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.numel() == 0:
+        return False
+    shape, count = logits.shape[:2], min(logits.shape[1], 4)
+    targets = torch.arange(count, device=logits.device)[None] % logits.shape[-1]
+
+    def loss_of(times: int, labels: Tensor) -> Any:
+        """Return the loss of the first tokens, repeated, with all else that has a value for each token."""
+
+        def repeated(x: Any) -> Any:
+            is_of_tokens = isinstance(x, Tensor) and x.shape[:2] == shape
+            if not is_of_tokens:
+                return x
+            first = x.detach()[:1, :count]
+            return torch.cat([first.float() if x.is_floating_point() else first] * times, 1)
+
+        args = [repeated(x) for x in call.args]
+        kwargs = {name: repeated(x) for name, x in call.kwargs.items()}
+        kwargs["shift_labels"] = torch.cat([targets] * times, 1)
+        kwargs["num_items_in_batch"] = torch.tensor(count, device=logits.device)
+        labels = torch.cat([labels] * times, 1)
+        if len(args) > 1:
+            args[1] = labels
+        else:
+            kwargs["labels"] = labels
+        with torch.no_grad():
+            return call.function(*args, **kwargs)
+
+    loss, relabelled, double = loss_of(1, targets), loss_of(1, targets.flip(1)), loss_of(2, targets)
+    return torch.allclose(loss, relabelled, 1e-5, 0) and torch.allclose(2 * loss, double, 1e-5, 0)
+
+
+def _wrong_function(call: LossCall) -> str | None:
+    """Return the name of a loss function that is no sum over labels, with the reason; or None."""
+    holder = getattr(call.function, "__self__", call.function)
+    function = getattr(call.function, "__func__", None)  # a method is another object in every call
+    name = getattr(call.function, "__name__", type(call.function).__name__)
+    if function not in _sums.setdefault(holder, {}):
+        try:
+            _sums[holder][function] = _is_sum(call)
+        except Exception as error:  # whatever it raises, nobody knows whether it is a sum
+            return f"{name}, which raises {type(error).__name__} for four tokens: {error}"
+    reason = "which is no sum over shift_labels, divided by num_items_in_batch"
+    return None if _sums[holder][function] else f"{name}, {reason}"
+
+
+def _is_replaced(owner: nn.Module) -> bool:
+    """Whether somebody set a forward on the language model in a module, or in its class: it is not the class's own."""
+    model: Any = outermost(owner.modules())
+    name = getattr(inspect.unwrap(model.forward), "__qualname__", "")
+    is_of_class = name in {f"{kind.__qualname__}.forward" for kind in type(model).__mro__}
+    # One on the model may bear the name of the class's, as TRL's does, and so do wrappers for mixed precision.
+    is_on_model = "forward" in vars(model) and "self.loss_function(" in _source(_forward(type(model)))
+    is_language_model = any("CausalLM" in output or "LMHead" in output for output in outputs_of(model))
+    return (is_on_model or not is_of_class) and is_language_model
+
+
+def _around(owner: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and those in it, down to the first model of transformers."""
+    model = outermost(owner.modules())
+    for module in owner.modules():
+        yield module
+        if module is model:
+            return
+
+
+def wrong_caller(module: nn.Module) -> str | None:
+    """Return the reason why nobody watches the loss in the forward of a module around a model, or None.
+
+    ``switch`` did not get the module, so that it has no hooks of ours; or somebody calls its ``forward``.
+    """
+    kind = type(module)
+    if kind.__module__.startswith("torch."):
+        return None
+    # A router's loss is refused where its logits are asked for.
+    terms = [term for term in _terms(module) if "output_router_logits" not in term]
+    is_model = outermost([module]) is not None
+    if not terms and (not is_model or "self.loss_function(" in _source(_forward(kind))):
+        return None
+    reason = f"does arithmetic on its loss, {terms[0]}" if terms else "has a formula of its own for its loss"
+    remedy = "; give switch() the outermost module" if hasattr(module, "set_attn_implementation") else ""
+    return f"{kind.__name__} {reason}, and is not watched{remedy}"
+
+
+def _terms(module: nn.Module) -> Iterator[str]:
+    """Yield the statements of a module's forwards that do arithmetic on a loss, with their conditions."""
+    for kind in type(module).__mro__:
+        if "forward" in vars(kind) and kind is not nn.Module:
+            yield from _arithmetic(_forward(kind))
+            if ".forward(" not in _source(_forward(kind)):
+                return
+
+
+def _forward(kind: type) -> Any:
+    return inspect.unwrap(kind.forward)
+
+
+@lru_cache(maxsize=512)
+def _source(function: Any) -> str:
+    """Return the source of a function; empty where there is none."""
+    try:
+        return textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        return ""
+
+
+@lru_cache(maxsize=512)
+def _arithmetic(function: Any) -> tuple[str, ...]:
+    """Return the statements of a function that do arithmetic on a loss, with their conditions; the last one first."""
+    try:
+        body = ast.parse(_source(function)).body
+    except SyntaxError:
+        return ()
+    texts = tuple(
+        "".join([*(f"if {condition}: " for condition in conditions), ast.unparse(statement)])
+        for statement, conditions in _statements(body, ())
+        if any(_is_loss(operand) for node in ast.walk(statement) for operand in _operands(node))
+    )
+    return texts[::-1]
+
+
+def _statements(body: Iterable[ast.AST], conditions: tuple[str, ...]) -> Iterator[tuple[ast.stmt, tuple[str, ...]]]:
+    """Yield the statements of a body that hold no others, with the conditions around them."""
+    for node in body:
+        inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.match_case)]
+        if inner:
+            within = (*conditions, ast.unparse(node.test)) if isinstance(node, ast.If) else conditions
+            yield from _statements(inner, within)
+        elif isinstance(node, ast.stmt):
+            yield node, conditions
+
+
+def _operands(node: ast.AST) -> list[ast.expr]:
+    """Return what an expression or a statement adds up, multiplies, or changes in place."""
+    if isinstance(node, ast.BinOp):
+        sides = [node.left, node.right]
+        return [] if any(isinstance(side, ast.Tuple) for side in sides) else sides  # of an output that is a tuple
+    if isinstance(node, ast.AugAssign):
+        return [node.target]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("add_", "mul_"):
+        return [node.func.value]
+    return []
+
+
+def _is_loss(node: ast.expr) -> bool:
+    """Whether a name, an attribute or a key in an expression is that of a loss."""
+    names = [getattr(part, "id", None) or getattr(part, "attr", None) or getattr(part, "value", None)
+             for part in ast.walk(node)]  # fmt: skip
+    return any(isinstance(name, str) and "loss" in name for name in names)

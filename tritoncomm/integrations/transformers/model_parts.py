@@ -1,0 +1,408 @@
+"""Parts of a model of transformers that are right, wrong or unknown where each rank holds a shard of the sequence.
+
+A model is judged by what it contains: the kinds of layers in its config, flags that transformers sets, its modules, and
+the source of the file that defines it. There is no list of models.
+"""
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, Literal
+
+from torch import nn
+
+from tritoncomm.integrations.transformers import rotary_tables
+
+__all__ = [
+    "PROMPTS", "ROUTER_LOSS", "called", "callers", "counts_unpadded", "has_attention", "language_parts",
+    "learns_prompts", "needs_switch", "outermost", "outputs_of", "text_config", "towers", "unknown_part",
+    "wrong_addition", "wrong_attention", "wrong_part",
+]  # fmt: skip
+
+_ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+_BY_POSITION = {"mlp", "moe", "sparse", "dense"}  # kinds of MLP, which work on positions one by one
+_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+_OWN_POSITIONS = "create_position_ids_from_input_ids"
+_POSITIONS = re.compile("posit|rotary|rope|wpe|alibi|relative", re.IGNORECASE)  # names of tables of positions
+PROMPTS = "prompt learning puts virtual tokens before every shard; use adapters such as LoRA"
+ROUTER_LOSS = "every rank would add the router's auxiliary loss, of its own tokens"
+# Names of the outputs that a forward is annotated with: one result for each position, and one for a whole sequence.
+_BY_TOKEN = re.compile(
+    r"\w*(CausalLM|MaskedLM|Seq2SeqLM|DecoderLM|LMHeadModel)Output\w*|\w*TokenClassif\w*Output"
+    r"|\w*QuestionAnswering(Model|Simple)Output|(Base|Moe|Seq2Seq)ModelOutput\w*|\w+ModelOutputWithPast"
+)
+_BY_SEQUENCE = re.compile(r"\w*(SequenceClassif|MultipleChoice|NextSentence|PreTraining|DoubleHeads)\w*")
+
+
+def wrong_part(model: Any, attention: str, sharded: bool, served: Collection[nn.Module] = ()) -> str | None:
+    """Return why a model would give wrong numbers, or None.
+
+    Args:
+        sharded: whether there are several ranks.
+        served: recurrent layers that compute over shards.
+    """
+    if sharded and (problem := next(filter(None, map(_wrong_adapters, model.modules())), None)):
+        return problem
+    model = outermost(model.modules()) or model
+    config, parts = text_config(model.config), language_parts(model)
+    kinds = [type(module) for module in parts]
+    if attention == "sdpa" and not getattr(model, "_supports_sdpa", True) and _calls_registry(kinds):
+        return "transformers says that it does not support 'sdpa'"
+    if problem := _wrong_source(kinds):
+        return problem
+    if not sharded:
+        return None
+    if problem := _wrong_kinds(config, model, served):
+        return problem
+    if getattr(model, "_is_stateful", False) and not served:
+        return "it has a state that runs along the sequence, and would stop at the end of every shard"
+    if getattr(config, "output_router_logits", False) or getattr(model.config, "output_router_logits", False):
+        return f"output_router_logits: {ROUTER_LOSS}; set it to False"
+    if problem := rotary_tables.wrong_table(parts) or _wrong_head(model) or _wrong_positions(model):
+        return problem
+    if problem := next(filter(None, map(_wrong_draws, parts)), None):
+        return problem
+    if not _kinds(config) and (mixers := sorted({type(module).__name__ for module in _mixers(parts)})):
+        return f"{', '.join(mixers)} in its layers mixes positions, and would stop at the end of every shard"
+    return None
+
+
+def wrong_addition(model: Any) -> str | None:
+    """Return why something that can be added to a model of transformers after ``switch`` is wrong over shards."""
+    return _wrong_adapters(model) or _wrong_draws(model) or _wrong_draws(model.get_input_embeddings())
+
+
+def _wrong_adapters(module: nn.Module) -> str | None:
+    """Return the reason why adapters of peft in a module are wrong over shards, or None."""
+    if learns_prompts(module):
+        return PROMPTS
+    if _reads_sequence(module):
+        return "its adapters of peft look at the whole sequence (aLoRA, Lily), and would see a shard; use LoRA"
+    return None
+
+
+def _wrong_draws(module: Any) -> str | None:
+    """Return the reason why random numbers that a module draws are wrong over shards, or None."""
+    if getattr(module, "layerdrop", 0):
+        return "layerdrop: every rank would draw for itself which layers run; set it to 0"
+    if getattr(module, "neftune_noise_alpha", None):
+        return "the noise of NEFTune is scaled by the length, and equal on all shards; turn it off"
+    return None
+
+
+def learns_prompts(module: nn.Module) -> bool:
+    """Whether a module is a model of peft with virtual tokens."""
+    configs = getattr(module, "peft_config", None)
+    return isinstance(configs, Mapping) and any(
+        getattr(config, "is_prompt_learning", False) for config in configs.values()
+    )
+
+
+def _reads_sequence(module: nn.Module) -> bool:
+    """Whether a module has adapters that depend on other positions: invocation tokens, or a router over all."""
+    configs = getattr(module, "peft_config", None)
+    return isinstance(configs, Mapping) and any(
+        getattr(config, "alora_invocation_tokens", None) or "LILY" in str(getattr(config, "peft_type", ""))
+        for config in configs.values()
+    )
+
+
+def unknown_part(model: Any) -> str | None:
+    """Return the reason why nobody knows whether a model is right over shards: its head, or its layers; or None."""
+    names = outputs_of(outermost(model.modules()) or model)
+    if not any(_BY_TOKEN.fullmatch(name) for name in names):
+        outputs = " or ".join(names) or "nothing that its annotation names"
+        return f"its forward returns {outputs}, of which it is not known that it has one result for each position"
+    if _kinds(text_config(model.config)):
+        return None
+    # Only attention that calls transformers' registry may mix positions, and the source has to show it.
+    if not _calls_registry([type(module) for module in language_parts(model)]):
+        return f"no layer_types are in its config, and its code does not call {_REGISTRY}"
+    return None
+
+
+def wrong_attention(module: Any, sharded: bool) -> str | None:
+    """Return why the model of an attention module would give wrong numbers, by its config and file, or None."""
+    config = getattr(module, "config", None)
+    problem = _wrong_source([type(module)])
+    if problem is None and sharded and config is not None:
+        problem = _wrong_kinds(text_config(config), module, ())
+    if problem is None and sharded:
+        classes = vars(sys.modules.get(type(module).__module__, ModuleType(""))).values()
+        if any(isinstance(kind, type) and vars(kind).get("_is_stateful") is True for kind in classes):
+            problem = "its model has a state that runs along the sequence"
+    return problem
+
+
+def text_config(config: Any) -> Any:
+    """Return the config of the text model in a config of several models, or the config itself."""
+    get = getattr(config, "get_text_config", None)
+    return config if get is None else get(decoder=True)
+
+
+def _kinds(config: Any) -> set[str]:
+    """Return the kinds of layers in a config, its ``layer_types``; an empty set where it has none."""
+    return {str(kind) for kind in getattr(config, "layer_types", None) or ()}
+
+
+def _wrong_kinds(config: Any, model: nn.Module, served: Collection[nn.Module]) -> str | None:
+    """Return the reason why a kind of layer in a config is not known to be right over shards; None without one.
+
+    Args:
+        served: recurrent layers that compute over shards; a layer with one of them is right whatever its kind.
+    """
+    kinds = getattr(config, "layer_types", None) or ()
+    odd = _kinds(config) - _ATTENTION - _BY_POSITION
+    right = set(map(id, served))
+    for layers in model.modules() if odd and right else ():
+        if isinstance(layers, nn.ModuleList) and len(layers) == len(kinds):
+            holds = [not right.isdisjoint(map(id, layer.modules())) for layer in layers]
+            if any(holds):
+                odd = {kind for kind, is_right in zip(kinds, holds, strict=True) if kind in odd and not is_right}
+    if not odd:
+        return None
+    names = ", ".join(sorted(odd))
+    return f"its layers of the kind {names} are not known to be right over shards of the sequence"
+
+
+def _wrong_source(kinds: list[type]) -> str | None:
+    """Return the reason why the files of some classes are wrong over shards, and at one rank too; None without one."""
+    for name in sorted({name for kind in set(kinds) for name in _files(kind)}):
+        source = _source(name)
+        if f"def {_OWN_POSITIONS}" in source:
+            return f"it numbers the positions itself ({_OWN_POSITIONS}), from the ids of a shard"
+        if "_attn_implementation" in source and _masks_by_name(name):
+            return "it makes a mask only for implementations that it knows by name, and would run without"
+    return None
+
+
+def _wrong_head(model: Any) -> str | None:
+    """Return the reason why a model that gives one result for a whole sequence is wrong over shards, or None."""
+    for name in outputs_of(model):
+        if _BY_SEQUENCE.fullmatch(name):
+            return f"it returns {name}, one result for a sequence, and would make one of each shard"
+        if "Pool" in name and getattr(model, "pooler", model) is not None:
+            return f"it returns {name}, and its pooler would read a position of each shard; build it without one"
+    return None
+
+
+def outputs_of(model: Any) -> list[str]:
+    """Return the names of the classes of outputs that a forward is annotated to return."""
+    annotation = inspect.signature(type(model).forward).return_annotation
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return re.findall(r"\w*Output\w*", text)
+
+
+def outermost(modules: Iterable[Any]) -> Any | None:
+    """Return the first model of transformers: behind a wrapper, as peft's is one; None without any."""
+    kind = importlib.import_module("transformers").PreTrainedModel
+    return next((module for module in modules if isinstance(module, kind)), None)
+
+
+def called() -> Any | None:
+    """Return the outermost model of transformers whose forward is running in this thread; None outside of one."""
+    owners, frame = [], sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward":  # a frame keeps the locals that it was asked for until it ends
+            owners.append(frame.f_locals.get("self"))
+        frame = frame.f_back
+    return outermost(reversed(owners))
+
+
+def language_parts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model but for those of its towers, which text does not enter."""
+    excluded = {id(module) for tower in towers(model) for module in tower.modules()}
+    return [module for module in model.modules() if id(module) not in excluded]
+
+
+def towers(model: nn.Module) -> list[nn.Module]:
+    """Return the models of images or audio inside of a model, which take no tokens."""
+    kind = importlib.import_module("transformers").PreTrainedModel
+    outer: Any = outermost(model.modules())
+    if outer is None or getattr(outer.config, "is_encoder_decoder", False):
+        return []
+    language_model = _language_model(outer)
+    return [
+        module
+        for module in outer.modules()
+        if isinstance(module, kind)
+        and not any(part is language_model for part in module.modules())
+        and not {"input_ids", "inputs_embeds"} & set(inspect.signature(type(module).forward).parameters)
+    ]
+
+
+def _language_model(outer: Any) -> Any:
+    """Return the model that embedded tokens are handed to; the model itself where nothing says which."""
+    kind = importlib.import_module("transformers").PreTrainedModel
+    inner = {id(module) for module in outer.modules() if isinstance(module, kind) and module is not outer}
+    decoder = outer.get_decoder() if hasattr(outer, "get_decoder") else outer
+    if id(decoder) in inner:
+        return decoder
+    for owner in (outer, getattr(outer, "base_model", outer)):
+        for name in _embedding_callees(inspect.unwrap(type(owner).forward)):
+            if id(getattr(owner, name, None)) in inner:
+                return getattr(owner, name)
+    takes_tokens = (
+        module
+        for module in outer.modules()
+        if id(module) in inner and "input_ids" in inspect.signature(type(module).forward).parameters
+    )
+    language_model = next(takes_tokens, None)  # of a module of one's own around a model
+    return outer if language_model is None else _language_model(language_model)
+
+
+@lru_cache(maxsize=256)
+def _embedding_callees(forward: Any) -> tuple[str, ...]:
+    """Return the attributes ``x`` that a forward calls as ``self.x(..., inputs_embeds=...)``."""
+    return tuple(
+        node.func.attr
+        for node in ast.walk(_tree(forward))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "self"
+        and any(keyword.arg == "inputs_embeds" for keyword in node.keywords)
+    )
+
+
+def _tree(function: Any) -> ast.AST:
+    """Return the syntax tree of a function; an empty one where there is no source."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return ast.Module([], [])
+
+
+def _wrong_positions(model: nn.Module) -> str | None:
+    """Return the reason why a model would number the positions of a shard, or None.
+
+    A model without positions may ignore ``position_ids``, as Mamba does.
+    """
+    language_model = _language_model(model)
+    if "position_ids" in inspect.signature(type(language_model).forward).parameters:
+        return None
+    parts = set(map(id, language_parts(model)))
+    modules = [
+        (name, type(part).__name__) for name, part in language_model.named_modules() if name and id(part) in parts
+    ]
+    tensors = [(name, "") for name, _ in (*language_model.named_parameters(), *language_model.named_buffers())]
+    for name, kind in (*modules, *tensors):
+        if _POSITIONS.search(name.rpartition(".")[2]) or _POSITIONS.search(kind):
+            label = type(language_model).__name__
+            return f"{label} takes no position_ids, and its {name} would number the positions of a shard from 0 on"
+    return None
+
+
+def counts_unpadded(model: nn.Module) -> Literal["product", "other"] | None:
+    """Return the way by which a model without ``position_ids`` numbers positions by its padding mask, or None.
+
+    ``"product"`` is ``mask.cumsum(1) * mask - 1``, as OPT does.
+    """
+    outer = outermost(model.modules())
+    return None if outer is None else _counts_unpadded(type(_language_model(outer)))
+
+
+@lru_cache(maxsize=256)
+def _counts_unpadded(kind: type) -> Literal["product", "other"] | None:
+    """Return the way by which a forward sums up a mask where it has no ``position_ids``."""
+    for node in ast.walk(_tree(inspect.unwrap(kind.forward))):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "position_ids is None":
+            text = "\n".join(map(ast.unparse, node.body))
+            if "cumsum" in text:
+                return "product" if re.search(r"\(position_ids \* \w+ - 1\)", text) else "other"
+    return None
+
+
+def callers(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
+    """Yield the modules around a model whose forwards run in this thread, with their arguments and local names."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward":
+            names = frame.f_locals
+            module = names.get("self")
+            if isinstance(module, nn.Module) and any(part is model for part in module.modules()):
+                keywords = names.get("kwargs")
+                yield module, {**names, **(keywords if isinstance(keywords, Mapping) else {})}
+        frame = frame.f_back
+
+
+def needs_switch(model: nn.Module) -> str | None:
+    """Return the reason why a model needs the hooks of ``switch`` over shards, or None."""
+    if rotary_tables.by_largest(language_parts(model)):
+        return "its rotary tables are chosen by the largest position; give the model to switch()"
+    if counts_unpadded(model) is not None:
+        return "it numbers positions by its padding mask; give the model to switch()"
+    return None
+
+
+def has_attention(model: nn.Module) -> bool:
+    """Whether a model has attention that goes through transformers' registry."""
+    return _calls_registry([type(module) for module in model.modules()])
+
+
+def _calls_registry(kinds: list[type]) -> bool:
+    """Whether a file that defines one of the classes mentions transformers' registry of attention functions."""
+    return any(_REGISTRY in _source(name) for name in {name for kind in set(kinds) for name in _files(kind)})
+
+
+def _files(kind: type) -> Iterator[str]:
+    """Yield the modules of a class and its bases, but for torch's and transformers' own base classes."""
+    for base in kind.__mro__:
+        name = base.__module__
+        if name.startswith("transformers.models.") or name.partition(".")[0] not in (
+            "torch",
+            "transformers",
+            "builtins",
+        ):
+            yield name
+
+
+@lru_cache(maxsize=256)
+def _source(name: str) -> str:
+    """Return the source of a module; empty where there is none."""
+    try:
+        return inspect.getsource(sys.modules[name])
+    except (KeyError, OSError, TypeError):
+        return ""
+
+
+@lru_cache(maxsize=256)
+def _masks_by_name(name: str) -> bool:
+    """Whether a module makes a mask inside ``if config._attn_implementation in (...)``, or ``== ...``."""
+    for node in ast.walk(ast.parse(_source(name))):
+        if not isinstance(node, ast.If):
+            continue
+        compares = [each for each in ast.walk(node.test) if isinstance(each, ast.Compare)]
+        named = any(
+            isinstance(each, ast.Attribute) and each.attr == "_attn_implementation"
+            for compare in compares
+            for each in ast.walk(compare)
+        )
+        texts = [each for compare in compares for each in ast.walk(compare) if isinstance(each, ast.Constant)]
+        targets = [
+            each.id
+            for statement in node.body
+            for each in ast.walk(statement)
+            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+        ]
+        if named and any(text.value == "sdpa" for text in texts) and any("mask" in target for target in targets):
+            return True
+    return False
+
+
+def _mixers(parts: list[nn.Module]) -> Iterator[nn.Module]:
+    """Yield convolutions and recurrent modules in the layers of the text model: lists with a numbered attention."""
+    for layers in parts:
+        if not isinstance(layers, nn.ModuleList) or not any(
+            hasattr(module, "layer_idx") for module in layers.modules()
+        ):
+            continue
+        for module in layers.modules():
+            if isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase):
+                yield module

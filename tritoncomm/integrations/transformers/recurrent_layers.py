@@ -1,0 +1,412 @@
+"""Recurrent layers of transformers over shards of the sequence, by the functions of their modules that mix positions.
+
+Such a layer calls a causal convolution of its module, and most of them one of four recurrences. Between ``enter_layer``
+and ``exit_layer``, and nowhere else, these functions compute over the shards of all ranks. No forward is written
+again, and there is no list of models.
+"""
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import lru_cache, partial, wraps
+from typing import Any, Literal, NamedTuple
+from weakref import WeakSet, ref
+
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.distributed import ProcessGroup
+
+from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
+from tritoncomm.integrations import changes
+from tritoncomm.integrations.transformers.batch_notes import BatchNotes, noted
+from tritoncomm.recurrent import Exchanged, Gathered, Role, Sliced, by_heads, conv_halo
+
+__all__ = [
+    "Functions", "documents", "enter_layer", "enter_model", "exit_layer", "exit_model", "functions_of", "is_inside",
+    "is_running", "keywords", "parameters_of", "recurrent_layers", "restore", "unknown_of",
+]  # fmt: skip
+
+
+class _Recurrence(NamedTuple):
+    """Roles of the tensors of a recurrence, and of its result."""
+
+    roles: Mapping[int | str, Role]
+    result: Exchanged
+
+
+def _recurrence(result: Exchanged, roles: Mapping[Role, str]) -> _Recurrence:
+    """Return the roles by name, from the names of every role."""
+    return _Recurrence({name: role for role, names in roles.items() for name in names.split()}, result)
+
+
+_CONVOLUTION = "causal_conv1d_fn"
+_HEADS, _VALUES, _CHANNELS = Exchanged(), Exchanged(columns=3), Exchanged(2, 1)
+_RECURRENCES = {
+    "torch_chunk_gated_delta_rule": _recurrence(_VALUES, {_HEADS: "query key g beta", _VALUES: "value"}),
+    "chunk_kimi_delta_attention": _recurrence(_VALUES, {_HEADS: "query key g beta", _VALUES: "value"}),
+    "mamba2_chunk_scan": _recurrence(_VALUES, {_HEADS: "dt B C", _VALUES: "hidden_states", Sliced(): "A D dt_bias"}),
+    "mamba_selective_scan": _recurrence(
+        _CHANNELS, {_CHANNELS: "hidden_states dt z", Gathered(2): "B C", Sliced(): "A D delta_bias"}
+    ),
+}
+# Functions that do both in one, where a package has them; without it they return None, and the layer calls the others.
+_FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
+_NAMES = (_CONVOLUTION, *_RECURRENCES)
+
+
+# Functions of one step with a cache, which is refused over shards.
+_STEPS = (
+    "causal_conv1d_update", "mamba2_selective_state_update", "mamba_selective_state_update",
+    "recurrent_kimi_delta_attention", "torch_recurrent_gated_delta_rule",
+)  # fmt: skip
+_CACHES = ("cache", "cache_params", "past_key_values")  # names of one argument in 5.24, and in releases before
+_MASK = "create_recurrent_attention_mask"
+
+
+class _Forward(NamedTuple):
+    """Running forward of a model.
+
+    Attributes:
+        model: the outermost one, by a weak reference: an interrupt may keep the forward from ending.
+        notes: of the batch. Models hand its layer mask to the layers as the padding mask.
+        outer: forward of another model that this one runs in.
+    """
+
+    model: "ref[nn.Module]"
+    notes: BatchNotes
+    outer: "_Forward | None"
+
+
+class _Layer:
+    """Running forward of a recurrent layer.
+
+    Attributes:
+        module: the layer, by a weak reference.
+        group: the ranks over which it computes.
+        functions: over their shards, by the original, for all layers of the group.
+        notes: of its batch.
+        outer: forward of another layer that this one runs in.
+        called: functions of the table that the layer has called, by name.
+        is_exchanged: whether one of them runs, which may call another one of ours.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: ProcessGroup,
+        functions: dict[Any, Callable[..., Any]],
+        notes: BatchNotes,
+        outer: "_Layer | None",
+    ) -> None:
+        self.module, self.group, self.functions, self.notes, self.outer = ref(module), group, functions, notes, outer
+        self.called: set[str] = set()
+        self.is_exchanged = False
+
+
+class _Running(threading.local):
+    """Forwards of a model and of a layer in this thread, the innermost of each."""
+
+    def __init__(self) -> None:  # in every thread; torch.compile guards on the names that are there
+        self.forward: _Forward | None = None
+        self.layer: _Layer | None = None
+
+
+_running = _Running()
+_owners: "WeakSet[Functions]" = WeakSet()
+
+
+def recurrent_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model that call functions of the table, and no others that mix positions."""
+    return [module for module in model.modules() if functions_of(type(module)) and not unknown_of(type(module))]
+
+
+@lru_cache(maxsize=1024)
+def functions_of(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of the functions of the table that a class of layers calls."""
+    return tuple(name for name in _called(kind) if name in _NAMES)
+
+
+@lru_cache(maxsize=1024)
+def unknown_of(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of other functions that kernels may replace, and that a class of recurrent layers calls."""
+    return tuple(name for name in _called(kind) if name not in (*_NAMES, *_FUSED, *_STEPS))
+
+
+def _called(kind: type[nn.Module]) -> list[str]:
+    """Return the names of functions of transformers that kernels may replace and that methods of a class call."""
+    names = set()
+    for base in kind.__mro__:
+        for value in vars(base).values() if base.__module__.startswith("transformers.models.") else ():
+            method: Any = inspect.unwrap(value) if callable(value) else None
+            code = getattr(method, "__code__", None)
+            for name in () if code is None else code.co_names:
+                if name in _NAMES or _is_replaced(method.__globals__.get(name)):
+                    names.add(name)
+    return sorted(names)
+
+
+def _is_replaced(function: Any) -> bool:
+    """Whether a function is one of a layer's that transformers replaces by that of a package, where there is one."""
+    inner = getattr(function, "__wrapped__", None)
+    code = getattr(function, "__code__", None)
+    return inner is not None and code is not None and code.co_filename.endswith("hub_kernels.py")
+
+
+class Functions:
+    """Owner of our functions in the modules of a model. A copy of the model has another owner of the same functions.
+
+    Attributes:
+        name: in ``register``.
+        is_released: whether the modules have functions of their own again, unless there are other owners.
+    """
+
+    def __init__(self, name: str, functions: Iterable[tuple[str, str]], is_released: bool = False) -> None:
+        self.name, self.is_released, self._functions = name, is_released, tuple(functions)
+        _owners.add(self)
+        try:
+            for module, function in () if is_released else self._functions:
+                make = _mask_of_layers if function == _MASK else _over_shards
+                changes.share(self, module, function, partial(make, function))
+        except BaseException:
+            self.release()
+            raise
+
+    @classmethod
+    def of(cls, model: nn.Module, name: str) -> "Functions":
+        """Replace the functions that the layers of a model call."""
+        kinds = {base for part in model.modules() for base in type(part).__mro__}
+        modules = sorted({kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.models.")})
+        names = (*_NAMES, *_FUSED, _MASK)
+        return cls(name, [(module, x) for module in modules for x in names if x in vars(sys.modules[module])])
+
+    def release(self) -> "list[changes.Change]":
+        """Put the functions back that no other owner needs; return what is left alone."""
+        owned = changes.Changes()
+        owned.add(changes.settle)
+        for module, function in self._functions:
+            owned.add(partial(changes.release, self, module, function))
+        left = owned.undo()
+        self.is_released = True
+        return left
+
+    def __reduce__(self) -> Any:
+        return Functions, (self.name, self._functions, self.is_released)
+
+
+def is_inside(model: nn.Module | None = None) -> bool:
+    """Whether the forward of a model that got its batch runs in this thread: of one that contains ``model``."""
+    forward = _forward()
+    if forward is None or model is None:
+        return forward is not None
+    outer: Any = forward.model()
+    return model is not outer and any(module is model for module in outer.modules())
+
+
+def enter_model(model: nn.Module, notes: BatchNotes) -> None:
+    """Let the forward of a model in this thread hand the mask of a batch to its recurrent layers."""
+    _running.forward = _Forward(ref(model), notes, _forward())
+
+
+def exit_model(model: nn.Module, *_: Any) -> None:
+    """Forget the batch of a forward, also where it has raised."""
+    forward = _running.forward
+    if forward is not None and forward.model() is model:
+        _running.forward = forward.outer
+
+
+def _forward() -> _Forward | None:
+    """Return the innermost running forward of a model; forget those that ended without their hooks."""
+    while _running.forward is not None and not is_running(_running.forward.model()):
+        _running.forward = _running.forward.outer
+    return _running.forward
+
+
+def _layer() -> _Layer | None:
+    """Return the innermost running forward of a layer; forget those that ended without their hooks."""
+    while _running.layer is not None and not is_running(_running.layer.module()):
+        _running.layer = _running.layer.outer
+    return _running.layer
+
+
+def is_running(module: nn.Module | None) -> bool:
+    """Whether a call of a module is on the stack of this thread.
+
+    Torch runs forward hooks with ``always_call`` after an ``Exception``, but not after KeyboardInterrupt, SystemExit or
+    GeneratorExit, so that a hook alone cannot tell. The call of a compiled module may have no frame.
+    """
+    if is_compiling():
+        return True
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "_call_impl" and frame.f_locals.get("self") is module and module is not None:
+            return True
+        # The frame of torch.compile, not that of torch.compiler.disable, which every checkpoint has.
+        if code.co_name == "compile_wrapper" and code.co_filename.endswith("_dynamo/eval_frame.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def documents() -> list[list[int]] | None:
+    """Return the documents of the batch in this thread; None for one document, and outside of a model."""
+    forward = _forward()
+    return None if forward is None else forward.notes.documents
+
+
+def keywords(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords for the forward of a model that was entered: without a cache, unless somebody asks for it."""
+    # Where the model makes no mask for its layers, it hands down the one that it gets.
+    # The classes of layers, and those that they are based on, as a parametrized one is.
+    kinds = {kind.__module__ for layer in recurrent_layers(model) for kind in type(layer).__mro__}
+    forward = _running.forward
+    if forward is None or any(hasattr(sys.modules.get(kind), _MASK) for kind in kinds):
+        return {"use_cache": False, **kwargs}
+    return {"use_cache": False, **kwargs, "attention_mask": forward.notes.layer_mask}
+
+
+def _mask_of_layers(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes the padding mask of recurrent layers: over shards that of the batch."""
+
+    @wraps(original)
+    def mask(config: Any, *args: Any, **kwargs: Any) -> Any:
+        # Checkpointing keeps arguments of layers, and they come in the recomputation, too; a global would not be right.
+        forward = _forward()
+        model: Any = None if forward is None else forward.model()
+        if forward is not None and any(config is getattr(part, "config", None) for part in model.modules()):
+            return forward.notes.layer_mask
+        return original(config, *args, **kwargs)
+
+    return mask
+
+
+def restore(names: Collection[str]) -> None:
+    """Take our functions out of the modules, but for those that other names of ``register`` need."""
+    owned = changes.Changes()
+    owned.add(changes.settle)
+    for owner in _owners:
+        if owner.name in names:
+            owned.add(owner.release)
+    owned.undo()
+    # Those that an interrupt has left have the group.
+    _forward()
+    _layer()
+
+
+def _over_shards(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that computes ``original``, and inside of a layer over the shards of its group."""
+    parameters, boundaries = inspect.signature(original).parameters, _boundaries_of(original)
+
+    @wraps(original)
+    def over_shards(*args: Any, **kwargs: Any) -> Any:
+        layer = _layer()
+        if layer is None or layer.is_exchanged:
+            return original(*args, **kwargs)
+        if name in _FUSED:
+            return None
+        layer.called.add(name)
+        # Models hand all keywords down, as position_ids; boundaries of documents would be those of a shard.
+        kwargs = {key: x for key, x in kwargs.items() if key in parameters or not isinstance(x, Tensor)}
+        functions = {} if is_compiling() else layer.functions
+        if original not in functions:  # reading its signature takes as long as a small exchange
+            functions[original] = _function(name, original, layer.group, boundaries)
+        layer.is_exchanged = True
+        try:
+            return functions[original](*args, documents=layer.notes.documents, **kwargs)
+        finally:
+            layer.is_exchanged = False
+
+    return over_shards
+
+
+def _function(
+    name: str, original: Callable[..., Any], group: ProcessGroup, boundaries: Literal["cu_seqlens", "seq_idx"] | None
+) -> Callable[..., Any]:
+    """Return ``original`` over the shards of a group."""
+    if name == _CONVOLUTION:
+        # Most models name no argument, some all but the first.
+        return lambda hidden_states, weight, *args, **kwargs: conv_halo(original, group)(
+            hidden_states, weight, *args, **kwargs
+        )
+    recurrence = _RECURRENCES[name]
+    return by_heads(original, group, recurrence.roles, recurrence.result, boundaries)
+
+
+def _boundaries_of(function: Callable[..., Any]) -> Literal["cu_seqlens", "seq_idx"] | None:
+    """Return the argument by which a package's function behind one of transformers keeps documents apart; or None."""
+    # A public way to the package's function is missing in transformers (read in 5.23 and 5.24). Without its name every
+    # document is a call of its own.
+    variables = inspect.getclosurevars(inspect.unwrap(function, stop=_is_replaced)).nonlocals
+    names = variables.get("applicable_params", ()) if variables.get("is_new_implementation") else ()
+    # Of mamba_ssm's two the other one is for states.
+    return "seq_idx" if "seq_idx" in names else "cu_seqlens" if "cu_seqlens" in names else None
+
+
+def enter_layer(
+    layer: nn.Module,
+    args: Any,
+    kwargs: dict[str, Any],
+    group: ProcessGroup,
+    functions: dict[Any, Callable[..., Any]],
+    label: str,
+) -> Any:
+    """Open the scope of a layer's forward, and give it this rank's columns of the padding mask.
+
+    Args:
+        functions: over the shards of the group, by the original, to which others are added.
+    """
+    names = parameters_of(type(layer))
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    notes = noted(arguments.get("attention_mask"), label)
+    if notes is None and group.size() == 1:
+        return None
+    if notes is None:
+        raise ArgumentError(
+            f"{label}: no batch of shard_batch came here, so that this rank's samples would count as a part of one "
+            f"sequence of {group.size()} ranks; call the whole model, model(**shard_batch(batch, group))"
+        )
+    shape = tuple(arguments[names[0]].shape[:2])
+    if notes.shape is not None and shape != notes.shape:
+        raise ShapeError(
+            f"{label}: {shape[0]} rows of {shape[1]} positions, and a batch of shard_batch of {notes.shape[0]} rows of "
+            f"{notes.shape[1]}; slice the rows of all of its entries alike"
+        )
+    if any(arguments.get(key) is not None for key in _CACHES):
+        raise UnsupportedError(
+            f"{label}: a cache of states is not supported over shards; pass use_cache=False, and generate after "
+            "switch(model, 'sdpa')"
+        )
+    # Without padding None, as in one process: by a mask of ones a layer would multiply its input, a pass more.
+    index = names.index("attention_mask")
+    if index < len(args):
+        args = (*args[:index], notes.columns, *args[index + 1 :])
+    else:
+        kwargs = {**kwargs, "attention_mask": notes.columns}
+    _running.layer = _Layer(layer, group, functions, notes, _layer())
+    return args, kwargs
+
+
+def parameters_of(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of the parameters of a module's forward."""
+    return (_parameters.__wrapped__ if is_compiling() else _parameters)(kind)
+
+
+@lru_cache(maxsize=1024)
+def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def exit_layer(layer: nn.Module, result: Any, name: str) -> None:
+    """Close the scope; reject a forward that called not all of its functions, and so computed a shard alone."""
+    running = _running.layer
+    if running is None or running.module() is not layer:
+        return
+    _running.layer = running.outer
+    if result is None or is_compiling():  # it is None where the forward has raised
+        return
+    if names := [function for function in functions_of(type(layer)) if function not in running.called]:
+        raise UnsupportedError(
+            f"{name}: {type(layer).__name__} did not call {', '.join(names)} as switch() left it, as if a kernel took "
+            "its place, and a shard alone gives other numbers; load the model without kernels, or call switch() again"
+        )

@@ -1,0 +1,104 @@
+"""``switch``: a model of transformers is judged, then it gets an attention and hooks of ours, or gives them back."""
+
+import importlib
+import warnings
+from copy import deepcopy
+from typing import Any
+from weakref import ref
+
+import torch
+
+from tritoncomm.errors import ArgumentError, UnsupportedError
+from tritoncomm.integrations.changes import Changes
+from tritoncomm.integrations.transformers import losses, model_parts, recurrent_layers
+from tritoncomm.integrations.transformers.attention import registries
+from tritoncomm.integrations.transformers.hooks import Switch, remove_unused, switches_of
+from tritoncomm.integrations.transformers.registration import registered
+
+__all__ = ["switch"]
+
+
+def switch(model: Any, name: str, *, unverified: bool = False) -> None:
+    """Give one model the attention ``name``, an own one of ``register`` or one of transformers.
+
+    ``model.set_attn_implementation`` writes into the config object. ``switch`` copies the configs of the model and of
+    its submodules first, so that other models of the same config object keep their attention.
+
+    A model is accepted by what it is known to contain: attention that is full, sliding or chunked and goes through
+    transformers' registry, and otherwise layers that work on positions one by one. ``unverified=True`` runs a model of
+    which that is not known, and warns: compare its logits with those of one process first.
+
+    Raises:
+        ArgumentError: ``model`` is no model of transformers, or nothing has the name.
+        UnsupportedError: transformers cannot change the attention of this model; or the model has a part that gives
+            other numbers over shards: a state or a convolution that crosses them, positions or a mask of its own, a
+            loss or noise that knows the length; or it is not known to have none.
+    """
+    model = dict(model.named_children()).get("_orig_mod", model) if isinstance(model, torch.nn.Module) else model
+    if not hasattr(model, "set_attn_implementation"):
+        raise ArgumentError(f"switch: needs a model of transformers, not {type(model).__name__}")
+    ours = registered.get(name)
+    is_sharded = ours is not None and ours.group.size() > 1
+    recurrent = [] if ours is None else recurrent_layers.recurrent_layers(model)
+    problem = None if ours is None else model_parts.wrong_part(model, ours.attention, is_sharded, recurrent)
+    if problem is not None:
+        raise UnsupportedError(f"switch: {type(model).__name__}: {problem}")
+    unknown = model_parts.unknown_part(model) if is_sharded else None
+    has_attention = model_parts.has_attention(model) or not recurrent_layers.recurrent_layers(model)
+    if name not in registries()[0] and name != "eager" and (not has_attention or "/" not in name):  # a hub's
+        raise ArgumentError(f"switch: transformers has no attention {name!r}, only {sorted(registries()[0])}")
+    outer = model_parts.outermost(model.modules()) or model
+    if recurrent_layers.is_running(outer) or recurrent_layers.is_running(model):
+        raise UnsupportedError(f"switch: a forward of {type(model).__name__} is running, and would compute with both")
+    switches = switches_of(model)
+    owners = [owner for owner in switches if owner.is_on]
+    others = [owner for owner in owners if not owner.belongs_to(model)]
+    if others:
+        raise UnsupportedError(
+            f"switch: {type(model).__name__} is, or has, a part of a model that was switched to {others[0].name!r}; "
+            "give that one to switch() first"
+        )
+    ended = Changes()
+    with Changes() as configs:  # which stay copied: somebody may have changed them since
+        _set_attention(configs, model, name, has_attention)
+        if unknown is not None and not unverified:
+            raise UnsupportedError(
+                f"switch: {type(model).__name__}: {unknown}, so that nobody knows whether it works over shards of the "
+                "sequence; compare its logits with those of one process under switch(model, name, unverified=True)"
+            )
+        if unknown is not None:
+            warnings.warn(f"switch: {type(model).__name__}: {unknown}: runs unverified over shards", stacklevel=2)
+        if ours is not None:
+            added = Switch(model, outer, name, has_attention)
+            configs.add(added.undo)
+            ours.judged.update(dict.fromkeys(model.modules(), ref(added)))
+    # From the last to the first: what raises keeps none from running.
+    ended.add(lambda: remove_unused(model.modules()))
+    ended.add(lambda: losses.forget(model.modules()))
+    for owner in switches:  # also those of which an interrupt has left something
+        ended.add(owner.undo)
+    ended.undo()
+
+
+def _set_attention(configs: Changes, model: Any, name: str, has_attention: bool) -> None:
+    """Give a model copies of its configs with the attention ``name``."""
+    kind = importlib.import_module("transformers").PreTrainedConfig
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        for attribute, value in list(vars(module).items()):
+            if isinstance(value, kind):
+                configs.set_attribute(module, attribute, deepcopy(value, copies))
+    if not has_attention:
+        return
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:  # transformers warns only
+        raise UnsupportedError(f"switch: transformers cannot change the attention of {type(model).__name__}")
+    for module in model_parts.language_parts(model):  # copied layers have a config that transformers misses
+        config: Any = getattr(module, "config", None)
+        if isinstance(config, kind) and config._attn_implementation != name:
+            if config is not vars(module).get("config"):
+                raise UnsupportedError(
+                    f"switch: the config of {type(module).__name__} is no attribute of its own, so that it cannot have "
+                    "a copy with another attention"
+                )
+            config._attn_implementation = name
