@@ -30,7 +30,7 @@ import tritoncomm
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.groups import make_group
 from tritoncomm.integrations import transformers as ours
-from tritoncomm.integrations.transformers import model_parts, recurrent_layers, registration
+from tritoncomm.integrations.transformers import model_parts, recurrences, recurrent_layers, registration
 from tritoncomm.integrations.transformers.batch import IGNORED
 
 pytestmark = pytest.mark.skipif(
@@ -568,8 +568,8 @@ def test_the_table_has_all_functions_and_kinds_of_layers() -> None:
     folder = Path(transformers.__file__).parent / "models"
     pattern = re.compile(r"@use_kernel_func_from_hub_with_fallback\([^)]*\)\ndef (\w+)\(")
     functions = {name for path in folder.glob("*/modeling_*.py") for name in pattern.findall(path.read_text())}
-    table = {*recurrent_layers._NAMES, *recurrent_layers._FUSED, *recurrent_layers._STEPS}
-    assert functions == table
+    table = {*recurrences.NAMES, *recurrences.FUSED, *recurrences.STEPS}
+    assert functions <= table  # one that an earlier release has, or the next one, may stand there, too
     refused = {
         "window_attention", "indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention",
         "minimax_m3_sparse", "reference_sliding_attention",
@@ -583,12 +583,12 @@ def test_a_function_that_nobody_knows_is_refused(group: ProcessGroup) -> None:
     """What a package may replace mixes positions; a release with a sixth function has to be looked at."""
     model = tiny("qwen3_next")
     registered = ours.register(group)
-    recurrence = recurrent_layers._RECURRENCES
+    recurrence = recurrences.RECURRENCES
     try:
-        names = tuple(name for name in recurrent_layers._NAMES if name != "torch_chunk_gated_delta_rule")
+        names = tuple(name for name in recurrences.NAMES if name != "torch_chunk_gated_delta_rule")
         for function in (recurrent_layers.functions_of, recurrent_layers.unknown_of):
             function.cache_clear()
-        with mock.patch.object(recurrent_layers, "_NAMES", names):
+        with mock.patch.object(recurrent_layers, "NAMES", names):
             assert "torch_chunk_gated_delta_rule" in recurrence
             with pytest.raises(UnsupportedError, match="its layers of the kind linear_attention are not known"):
                 ours.switch(model, registered)

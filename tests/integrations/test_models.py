@@ -440,7 +440,7 @@ def test_what_nobody_knows_is_refused_with_the_remedy(group: ProcessGroup) -> No
     name = ours.register(group)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(model_parts, "_calls_registry", lambda kinds: False)
+            patch.setattr(model_parts, "calls_registry", lambda kinds: False)
             with pytest.raises(UnsupportedError, match=r"no layer_types .* switch\(model, name, unverified=True\)"):
                 ours.switch(llama(), name)
             with pytest.warns(UserWarning, match="runs unverified"):

@@ -47,10 +47,7 @@ class Switch:
         self._is_causal = all(getattr(module, "is_causal", True) for module in parts)
         self._counting = model_parts.counts_unpadded(outer)
         layers = recurrent_layers.recurrent_layers(outer)
-        # Of the modules that were found right, their children, and those that have a config.
-        self._parts: list[dict[str, Any]] = []
-        self._judged: list[tuple[Any, ...]] = []
-        self._with_config: list[Any] = []
+        self._parts = _JudgedParts(name, has_attention)
         self._changes = Changes()
         with self._changes:
             self.functions = recurrent_layers.Functions.of(outer, name) if layers else None
@@ -97,12 +94,12 @@ class Switch:
     def __getstate__(self) -> dict[str, Any]:
         # A copy of one layer would take the hooks of all others along. A hook has the number of its handle.
         # Nor what was judged: the copy is judged again.
-        judged = {"_parts": [], "_judged": [], "_with_config": []}
-        return {**vars(self), **judged, "_changes": Changes(), "next_hook": RemovableHandle.next_id}
+        return {**vars(self), "_parts": None, "_changes": Changes(), "next_hook": RemovableHandle.next_id}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         RemovableHandle.next_id = max(RemovableHandle.next_id, state.pop("next_hook"))
         vars(self).update(state)
+        self._parts = _JudgedParts(self.name, self.has_attention)
 
     def _hook(self, outer: Any, parts: list[nn.Module], layers: list[nn.Module]) -> Iterator[RemovableHandle]:
         """Add hooks where a batch comes in: to the outermost model, to those in it, and to layers that need it."""
@@ -141,40 +138,10 @@ class Switch:
         if not self.is_active(model) or registration(self.name).group.size() == 1:
             return
         if not is_compiling():
-            self._check_parts(model)
+            self._parts.check(model)
         if not self._is_causal:
             label = f"{self.name}: {type(model).__name__}"
             check_bidirectional(label, kwargs.get("position_ids"), registration(self.name).group)
-
-    def _check_parts(self, model: Any) -> None:
-        """Reject parts that were replaced since the switch, unless they are right over shards, too."""
-        # Compared by identity, in a fifth of the time that a walk over the modules takes.
-        if not self._parts or [tuple(children.values()) for children in self._parts] != self._judged:
-            parts = [module._modules for module in model.modules()]
-            judged = [tuple(children.values()) for children in parts]
-            self._judge(model)
-            self._parts, self._judged = parts, judged
-        configs = {id(module.config): module for module in self._with_config if self.has_attention}  # a few objects
-        for module in configs.values():
-            if (name := module.config._attn_implementation) != self.name:
-                raise UnsupportedError(
-                    f"{self.name}: {type(module).__name__} of {type(model).__name__} has the attention {name!r}: it "
-                    "was replaced, or is a part of another model, too; call switch(model, name) again"
-                )
-
-    def _judge(self, model: Any) -> None:
-        """Reject a model whose parts, some of them new, are not those that ``switch`` would accept and add hooks to."""
-        parts, layers = model_parts.language_parts(model), recurrent_layers.recurrent_layers(model)
-        if problem := model_parts.wrong_part(model, registered[self.name].attention, True, layers):
-            raise UnsupportedError(f"{self.name}: {type(model).__name__}: {problem}")
-        for module in (*layers, *rotary_tables.by_largest(parts), *model_parts.towers(model)):
-            if not any(owner.name == self.name and owner.is_on for owner in _switches_at(module)):
-                raise UnsupportedError(
-                    f"{self.name}: {type(module).__name__} of {type(model).__name__} is not the one that was there "
-                    "when the model was switched; call switch(model, name) again"
-                )
-        kind = importlib.import_module("transformers").PreTrainedConfig
-        self._with_config = [part for part in parts if isinstance(getattr(part, "config", None), kind)]
 
     def _begin(self, model: Any, args: Any, kwargs: Any) -> Any:
         """Reject a batch that ``shard_batch`` did not make; hand its positions down to recurrent layers."""
@@ -270,6 +237,47 @@ class Switch:
     def _cut_largest(self, table: nn.Module, _: Any, result: Any) -> Any:
         """Leave that position out of the table."""
         return rotary_tables.cut_largest(table, result) if self.is_on else None
+
+
+class _JudgedParts:
+    """Parts of a switched model that were found right; where some are others since, the model is judged again."""
+
+    def __init__(self, name: str, has_attention: bool) -> None:
+        self._name, self._has_attention = name, has_attention
+        # Of the modules that were found right, their children, and those that have a config.
+        self._children: list[dict[str, Any]] = []
+        self._judged: list[tuple[Any, ...]] = []
+        self._with_config: list[Any] = []
+
+    def check(self, model: Any) -> None:
+        """Reject parts that were replaced since the switch, unless they are right over shards, too."""
+        # Compared by identity, in a fifth of the time that a walk over the modules takes.
+        if not self._children or [tuple(children.values()) for children in self._children] != self._judged:
+            parts = [module._modules for module in model.modules()]
+            judged = [tuple(children.values()) for children in parts]
+            self._judge(model)
+            self._children, self._judged = parts, judged
+        configs = {id(module.config): module for module in self._with_config if self._has_attention}  # a few objects
+        for module in configs.values():
+            if (name := module.config._attn_implementation) != self._name:
+                raise UnsupportedError(
+                    f"{self._name}: {type(module).__name__} of {type(model).__name__} has the attention {name!r}: it "
+                    "was replaced, or is a part of another model, too; call switch(model, name) again"
+                )
+
+    def _judge(self, model: Any) -> None:
+        """Reject a model whose parts, some of them new, are not those that ``switch`` would accept and add hooks to."""
+        parts, layers = model_parts.language_parts(model), recurrent_layers.recurrent_layers(model)
+        if problem := model_parts.wrong_part(model, registered[self._name].attention, True, layers):
+            raise UnsupportedError(f"{self._name}: {type(model).__name__}: {problem}")
+        for module in (*layers, *rotary_tables.by_largest(parts), *model_parts.towers(model)):
+            if not any(owner.name == self._name and owner.is_on for owner in _switches_at(module)):
+                raise UnsupportedError(
+                    f"{self._name}: {type(module).__name__} of {type(model).__name__} is not the one that was there "
+                    "when the model was switched; call switch(model, name) again"
+                )
+        kind = importlib.import_module("transformers").PreTrainedConfig
+        self._with_config = [part for part in parts if isinstance(getattr(part, "config", None), kind)]
 
 
 class Untraced:

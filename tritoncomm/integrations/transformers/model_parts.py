@@ -9,7 +9,6 @@ import importlib
 import inspect
 import re
 import sys
-import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import ModuleType
@@ -18,6 +17,14 @@ from typing import Any, Literal
 from torch import nn
 
 from tritoncomm.integrations.transformers import rotary_tables
+from tritoncomm.integrations.transformers.sources import (
+    REGISTRY,
+    calls_registry,
+    files_of,
+    masks_by_name,
+    source_of,
+    tree_of,
+)
 
 __all__ = [
     "PROMPTS", "ROUTER_LOSS", "called", "callers", "counts_unpadded", "has_attention", "language_parts",
@@ -27,7 +34,6 @@ __all__ = [
 
 _ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 _BY_POSITION = {"mlp", "moe", "sparse", "dense"}  # kinds of MLP, which work on positions one by one
-_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _OWN_POSITIONS = "create_position_ids_from_input_ids"
 _POSITIONS = re.compile("posit|rotary|rope|wpe|alibi|relative", re.IGNORECASE)  # names of tables of positions
 PROMPTS = "prompt learning puts virtual tokens before every shard; use adapters such as LoRA"
@@ -52,7 +58,7 @@ def wrong_part(model: Any, attention: str, sharded: bool, served: Collection[nn.
     model = outermost(model.modules()) or model
     config, parts = text_config(model.config), language_parts(model)
     kinds = [type(module) for module in parts]
-    if attention == "sdpa" and not getattr(model, "_supports_sdpa", True) and _calls_registry(kinds):
+    if attention == "sdpa" and not getattr(model, "_supports_sdpa", True) and calls_registry(kinds):
         return "transformers says that it does not support 'sdpa'"
     if problem := _wrong_source(kinds):
         return problem
@@ -122,8 +128,8 @@ def unknown_part(model: Any) -> str | None:
     if _kinds(text_config(model.config)):
         return None
     # Only attention that calls transformers' registry may mix positions, and the source has to show it.
-    if not _calls_registry([type(module) for module in language_parts(model)]):
-        return f"no layer_types are in its config, and its code does not call {_REGISTRY}"
+    if not calls_registry([type(module) for module in language_parts(model)]):
+        return f"no layer_types are in its config, and its code does not call {REGISTRY}"
     return None
 
 
@@ -173,11 +179,11 @@ def _wrong_kinds(config: Any, model: nn.Module, served: Collection[nn.Module]) -
 
 def _wrong_source(kinds: list[type]) -> str | None:
     """Return the reason why the files of some classes are wrong over shards, and at one rank too; None without one."""
-    for name in sorted({name for kind in set(kinds) for name in _files(kind)}):
-        source = _source(name)
+    for name in sorted({name for kind in set(kinds) for name in files_of(kind)}):
+        source = source_of(name)
         if f"def {_OWN_POSITIONS}" in source:
             return f"it numbers the positions itself ({_OWN_POSITIONS}), from the ids of a shard"
-        if "_attn_implementation" in source and _masks_by_name(name):
+        if "_attn_implementation" in source and masks_by_name(name):
             return "it makes a mask only for implementations that it knows by name, and would run without"
     return None
 
@@ -262,21 +268,13 @@ def _embedding_callees(forward: Any) -> tuple[str, ...]:
     """Return the attributes ``x`` that a forward calls as ``self.x(..., inputs_embeds=...)``."""
     return tuple(
         node.func.attr
-        for node in ast.walk(_tree(forward))
+        for node in ast.walk(tree_of(forward))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and isinstance(node.func.value, ast.Name)
         and node.func.value.id == "self"
         and any(keyword.arg == "inputs_embeds" for keyword in node.keywords)
     )
-
-
-def _tree(function: Any) -> ast.AST:
-    """Return the syntax tree of a function; an empty one where there is no source."""
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return ast.Module([], [])
 
 
 def _wrong_positions(model: nn.Module) -> str | None:
@@ -311,7 +309,7 @@ def counts_unpadded(model: nn.Module) -> Literal["product", "other"] | None:
 @lru_cache(maxsize=256)
 def _counts_unpadded(kind: type) -> Literal["product", "other"] | None:
     """Return the way by which a forward sums up a mask where it has no ``position_ids``."""
-    for node in ast.walk(_tree(inspect.unwrap(kind.forward))):
+    for node in ast.walk(tree_of(inspect.unwrap(kind.forward))):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "position_ids is None":
             text = "\n".join(map(ast.unparse, node.body))
             if "cumsum" in text:
@@ -343,57 +341,7 @@ def needs_switch(model: nn.Module) -> str | None:
 
 def has_attention(model: nn.Module) -> bool:
     """Whether a model has attention that goes through transformers' registry."""
-    return _calls_registry([type(module) for module in model.modules()])
-
-
-def _calls_registry(kinds: list[type]) -> bool:
-    """Whether a file that defines one of the classes mentions transformers' registry of attention functions."""
-    return any(_REGISTRY in _source(name) for name in {name for kind in set(kinds) for name in _files(kind)})
-
-
-def _files(kind: type) -> Iterator[str]:
-    """Yield the modules of a class and its bases, but for torch's and transformers' own base classes."""
-    for base in kind.__mro__:
-        name = base.__module__
-        if name.startswith("transformers.models.") or name.partition(".")[0] not in (
-            "torch",
-            "transformers",
-            "builtins",
-        ):
-            yield name
-
-
-@lru_cache(maxsize=256)
-def _source(name: str) -> str:
-    """Return the source of a module; empty where there is none."""
-    try:
-        return inspect.getsource(sys.modules[name])
-    except (KeyError, OSError, TypeError):
-        return ""
-
-
-@lru_cache(maxsize=256)
-def _masks_by_name(name: str) -> bool:
-    """Whether a module makes a mask inside ``if config._attn_implementation in (...)``, or ``== ...``."""
-    for node in ast.walk(ast.parse(_source(name))):
-        if not isinstance(node, ast.If):
-            continue
-        compares = [each for each in ast.walk(node.test) if isinstance(each, ast.Compare)]
-        named = any(
-            isinstance(each, ast.Attribute) and each.attr == "_attn_implementation"
-            for compare in compares
-            for each in ast.walk(compare)
-        )
-        texts = [each for compare in compares for each in ast.walk(compare) if isinstance(each, ast.Constant)]
-        targets = [
-            each.id
-            for statement in node.body
-            for each in ast.walk(statement)
-            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
-        ]
-        if named and any(text.value == "sdpa" for text in texts) and any("mask" in target for target in targets):
-            return True
-    return False
+    return calls_registry([type(module) for module in model.modules()])
 
 
 def _mixers(parts: list[nn.Module]) -> Iterator[nn.Module]:

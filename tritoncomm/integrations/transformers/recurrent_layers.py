@@ -8,7 +8,7 @@ again, and there is no list of models.
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache, partial, wraps
 from typing import Any, Literal, NamedTuple
 from weakref import WeakSet, ref
@@ -20,7 +20,8 @@ from torch.distributed import ProcessGroup
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.integrations import changes
 from tritoncomm.integrations.transformers.batch_notes import BatchNotes, noted
-from tritoncomm.recurrent import Exchanged, Gathered, Role, Sliced, by_heads, conv_halo
+from tritoncomm.integrations.transformers.recurrences import CONVOLUTION, FUSED, NAMES, RECURRENCES, STEPS
+from tritoncomm.recurrent import by_heads, conv_halo
 
 __all__ = [
     "Functions", "documents", "enter_layer", "enter_model", "exit_layer", "exit_model", "functions_of", "is_inside",
@@ -28,38 +29,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-class _Recurrence(NamedTuple):
-    """Roles of the tensors of a recurrence, and of its result."""
-
-    roles: Mapping[int | str, Role]
-    result: Exchanged
-
-
-def _recurrence(result: Exchanged, roles: Mapping[Role, str]) -> _Recurrence:
-    """Return the roles by name, from the names of every role."""
-    return _Recurrence({name: role for role, names in roles.items() for name in names.split()}, result)
-
-
-_CONVOLUTION = "causal_conv1d_fn"
-_HEADS, _VALUES, _CHANNELS = Exchanged(), Exchanged(columns=3), Exchanged(2, 1)
-_RECURRENCES = {
-    "torch_chunk_gated_delta_rule": _recurrence(_VALUES, {_HEADS: "query key g beta", _VALUES: "value"}),
-    "chunk_kimi_delta_attention": _recurrence(_VALUES, {_HEADS: "query key g beta", _VALUES: "value"}),
-    "mamba2_chunk_scan": _recurrence(_VALUES, {_HEADS: "dt B C", _VALUES: "hidden_states", Sliced(): "A D dt_bias"}),
-    "mamba_selective_scan": _recurrence(
-        _CHANNELS, {_CHANNELS: "hidden_states dt z", Gathered(2): "B C", Sliced(): "A D delta_bias"}
-    ),
-}
-# Functions that do both in one, where a package has them; without it they return None, and the layer calls the others.
-_FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
-_NAMES = (_CONVOLUTION, *_RECURRENCES)
-
-
-# Functions of one step with a cache, which is refused over shards.
-_STEPS = (
-    "causal_conv1d_update", "mamba2_selective_state_update", "mamba_selective_state_update",
-    "recurrent_kimi_delta_attention", "torch_recurrent_gated_delta_rule",
-)  # fmt: skip
 _CACHES = ("cache", "cache_params", "past_key_values")  # names of one argument in 5.24, and in releases before
 _MASK = "create_recurrent_attention_mask"
 
@@ -124,13 +93,13 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
 @lru_cache(maxsize=1024)
 def functions_of(kind: type[nn.Module]) -> tuple[str, ...]:
     """Return the names of the functions of the table that a class of layers calls."""
-    return tuple(name for name in _called(kind) if name in _NAMES)
+    return tuple(name for name in _called(kind) if name in NAMES)
 
 
 @lru_cache(maxsize=1024)
 def unknown_of(kind: type[nn.Module]) -> tuple[str, ...]:
     """Return the names of other functions that kernels may replace, and that a class of recurrent layers calls."""
-    return tuple(name for name in _called(kind) if name not in (*_NAMES, *_FUSED, *_STEPS))
+    return tuple(name for name in _called(kind) if name not in (*NAMES, *FUSED, *STEPS))
 
 
 def _called(kind: type[nn.Module]) -> list[str]:
@@ -141,7 +110,7 @@ def _called(kind: type[nn.Module]) -> list[str]:
             method: Any = inspect.unwrap(value) if callable(value) else None
             code = getattr(method, "__code__", None)
             for name in () if code is None else code.co_names:
-                if name in _NAMES or _is_replaced(method.__globals__.get(name)):
+                if name in NAMES or _is_replaced(method.__globals__.get(name)):
                     names.add(name)
     return sorted(names)
 
@@ -177,7 +146,7 @@ class Functions:
         """Replace the functions that the layers of a model call."""
         kinds = {base for part in model.modules() for base in type(part).__mro__}
         modules = sorted({kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.models.")})
-        names = (*_NAMES, *_FUSED, _MASK)
+        names = (*NAMES, *FUSED, _MASK)
         return cls(name, [(module, x) for module in modules for x in names if x in vars(sys.modules[module])])
 
     def release(self) -> "list[changes.Change]":
@@ -303,7 +272,7 @@ def _over_shards(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         layer = _layer()
         if layer is None or layer.is_exchanged:
             return original(*args, **kwargs)
-        if name in _FUSED:
+        if name in FUSED:
             return None
         layer.called.add(name)
         # Models hand all keywords down, as position_ids; boundaries of documents would be those of a shard.
@@ -324,12 +293,12 @@ def _function(
     name: str, original: Callable[..., Any], group: ProcessGroup, boundaries: Literal["cu_seqlens", "seq_idx"] | None
 ) -> Callable[..., Any]:
     """Return ``original`` over the shards of a group."""
-    if name == _CONVOLUTION:
+    if name == CONVOLUTION:
         # Most models name no argument, some all but the first.
         return lambda hidden_states, weight, *args, **kwargs: conv_halo(original, group)(
             hidden_states, weight, *args, **kwargs
         )
-    recurrence = _RECURRENCES[name]
+    recurrence = RECURRENCES[name]
     return by_heads(original, group, recurrence.roles, recurrence.result, boundaries)
 
 

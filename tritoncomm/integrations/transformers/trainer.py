@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader
 
 from tritoncomm.core import eager
@@ -135,50 +136,10 @@ class UlyssesTrainerMixin(_Base):
         """Make the accelerator as ``Trainer`` does; it then loads and gathers data per sequence group."""
         super().create_accelerator_and_postprocess()
         accelerator = self.accelerator
-        self.__leaders = self.__group_leaders()
-        self.__prepare_as_accelerate = accelerator.prepare_data_loader
-        accelerator.prepare_data_loader = self.__prepare_data_loader
+        self.__lanes = _Lanes(accelerator, self.sequence_group, type(self).__name__)
+        accelerator.prepare_data_loader = self.__lanes.prepare_data_loader
         accelerator.gather_for_metrics = self.__gather_for_metrics
         self.gather_function = self.__gather_for_metrics
-
-    def __group_leaders(self) -> list[int]:
-        """Return the first rank of every sequence group; all ranks of the job compare theirs."""
-        size, first = self.sequence_group.size(), self.__first_rank()
-        firsts = self.accelerator.gather(torch.tensor([first], device=self.accelerator.device)).tolist()
-        leaders = sorted(set(firsts))
-        if any(firsts.count(leader) != size for leader in leaders):
-            raise ArgumentError(
-                f"{type(self).__name__}: every rank of the job needs a sequence group of {size} ranks; by rank, the "
-                f"groups begin with ranks {firsts}"
-            )
-        return leaders
-
-    def __first_rank(self) -> int:
-        """Return the global rank of the first rank of this rank's sequence group, by which groups are told apart."""
-        return torch.distributed.get_process_group_ranks(self.sequence_group)[0]
-
-    def __prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
-    ) -> Any:
-        """Run ``Accelerator.prepare_data_loader`` with sequence groups in the place of processes."""
-        accelerator = self.accelerator
-        if not getattr(data_loader, "_is_accelerate_prepared", False):
-            data_loader = importlib.import_module("accelerate.data_loader").prepare_data_loader(
-                data_loader,
-                accelerator.device,
-                num_processes=len(self.__leaders),
-                process_index=self.__leaders.index(self.__first_rank()),
-                put_on_device=accelerator.device_placement if device_placement is None else device_placement,
-                rng_types=accelerator.rng_types.copy(),
-                dispatch_batches=False,  # rank 0 would slice its batches for all processes
-                even_batches=accelerator.even_batches,
-                use_seedable_sampler=accelerator.use_seedable_sampler,
-                data_seed=accelerator.dataloader_config.data_seed,
-                non_blocking=accelerator.non_blocking,
-                use_stateful_dataloader=accelerator.use_stateful_dataloader,
-            )
-            data_loader._is_accelerate_prepared = True  # pyright: ignore[reportAttributeAccessIssue]
-        return self.__prepare_as_accelerate(data_loader, device_placement, slice_fn_for_dispatch)  # notes it
 
     def __gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Run ``Accelerator.gather_for_metrics`` over one rank per sequence group."""
@@ -190,7 +151,7 @@ class UlyssesTrainerMixin(_Base):
 
         def select(x: Tensor) -> Tensor:
             """Return the samples of the first rank of every group, from those of all ranks along dim 0."""
-            return x.unflatten(0, (world, -1))[self.__leaders].flatten(0, 1)[:count]
+            return x.unflatten(0, (world, -1))[self.__lanes.leaders].flatten(0, 1)[:count]
 
         apply = importlib.import_module("accelerate.utils").recursively_apply
         if self.__is_in_step and self.sequence_group.size() > 1:
@@ -256,7 +217,7 @@ class UlyssesTrainerMixin(_Base):
         if "labels" not in shard:
             raise ArgumentError(f"{type(self).__name__}: a batch needs labels, only {', '.join(inputs)} are there")
         if num_items_in_batch is None:  # as `Trainer` counts them if every group has as many labels
-            lanes = len(self.__leaders) if self.args.average_tokens_across_devices else 1 / size
+            lanes = len(self.__lanes.leaders) if self.args.average_tokens_across_devices else 1 / size
             num_items_in_batch = shard["num_items_in_batch"] * lanes
         # The model attends to all positions, and needs the mask of all. Others see the mask of the inputs' positions.
         mask = shard.pop("attention_mask", None)
@@ -307,6 +268,48 @@ class UlyssesTrainerMixin(_Base):
             shape = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
             raise UnsupportedError(f"{type(self).__name__}: an output {shape} that has no dim of {run} positions")
         return eager.all_gather(outputs, 1, self.sequence_group, None, "prediction_step")[:, :length]
+
+
+class _Lanes:
+    """Sequence groups of a job, each a lane of the data loaders: its ranks draw the same samples.
+
+    Attributes:
+        leaders: first rank of every group, in order; all ranks of the job compare theirs.
+    """
+
+    def __init__(self, accelerator: Any, group: ProcessGroup, label: str) -> None:
+        self._accelerator, self._prepare_as_accelerate = accelerator, accelerator.prepare_data_loader
+        self._leader = torch.distributed.get_process_group_ranks(group)[0]
+        firsts = accelerator.gather(torch.tensor([self._leader], device=accelerator.device)).tolist()
+        self.leaders = sorted(set(firsts))
+        if any(firsts.count(leader) != group.size() for leader in self.leaders):
+            raise ArgumentError(
+                f"{label}: every rank of the job needs a sequence group of {group.size()} ranks; by rank, the groups "
+                f"begin with ranks {firsts}"
+            )
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Run ``Accelerator.prepare_data_loader`` with sequence groups in the place of processes."""
+        accelerator = self._accelerator
+        if not getattr(data_loader, "_is_accelerate_prepared", False):
+            data_loader = importlib.import_module("accelerate.data_loader").prepare_data_loader(
+                data_loader,
+                accelerator.device,
+                num_processes=len(self.leaders),
+                process_index=self.leaders.index(self._leader),
+                put_on_device=accelerator.device_placement if device_placement is None else device_placement,
+                rng_types=accelerator.rng_types.copy(),
+                dispatch_batches=False,  # rank 0 would slice its batches for all processes
+                even_batches=accelerator.even_batches,
+                use_seedable_sampler=accelerator.use_seedable_sampler,
+                data_seed=accelerator.dataloader_config.data_seed,
+                non_blocking=accelerator.non_blocking,
+                use_stateful_dataloader=accelerator.use_stateful_dataloader,
+            )
+            data_loader._is_accelerate_prepared = True  # pyright: ignore[reportAttributeAccessIssue]
+        return self._prepare_as_accelerate(data_loader, device_placement, slice_fn_for_dispatch)  # notes it
 
 
 class _Sharded:
