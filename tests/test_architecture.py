@@ -22,6 +22,7 @@ PACKAGES = {
     "reshard": "tritoncomm.reshard",
     "tensor": "tritoncomm.tensor",
     "debug": "tritoncomm.debug",
+    "integrations": "tritoncomm.integrations",
 }
 LINES, COLUMNS = 90, 130
 FENCE = re.compile(r"^```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
