@@ -14,7 +14,10 @@ WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 oldest := torch==2.11.0 triton==3.6.0 'numpy<2.4'
 newest := torch
 # The releases of Megatron that the tests know: TESTED of that module.
-megatrons := $(shell sed -n 's/^TESTED = (\(.*\))/\1/p' tritoncomm/integrations/megatron.py | tr -d '",')
+megatrons := $(shell sed -n 's/^TESTED = (\(.*\))/\1/p' tritoncomm/integrations/megatron/patching.py | tr -d '",')
+ifeq ($(strip $(megatrons)),)
+$(error no versions of Megatron: TESTED is not in tritoncomm/integrations/megatron/patching.py)
+endif
 unpacked := $(patsubst %,.megatron/%,$(wordlist 2,99,$(megatrons)))
 peers := deepspeed==0.19.8 yunchang==0.6.4 transformers==5.23.0 accelerate==1.15.0 peft==0.21.2
 
