@@ -111,63 +111,126 @@ def by_heads(
         role.positions != 1 for role in (result, *(roles or {}).values()) if isinstance(role, Exchanged | Gathered)
     ):
         raise ArgumentError(f"{name}: boundaries 'cu_seqlens' need positions in dim 1")
-    try:
-        parameters = tuple(signature(function).parameters)
-    except (TypeError, ValueError):  # of a builtin function
-        parameters = ()
+    return _ByHeads(function, ranks, roles, result, boundaries)
 
-    def over_shards(
-        *args: Any, documents: Documents | None = None, sizes: Sequence[int] | None = None, **kwargs: Any
+
+class _ShardedCall(NamedTuple):
+    """Shards of the arguments of one call, and how they are exchanged.
+
+    Attributes:
+        roles: of the tensors among the arguments, by position or by name.
+        exchanged: roles of the tensors with positions and heads.
+        positions: of every rank.
+        documents: global starts of the documents, and the end; of all rows of the batch, or of each.
+        batch_size: rows of the batch.
+        plan: layouts of the exchanges.
+    """
+
+    roles: dict[int | str, Role]
+    exchanged: dict[int | str, Exchanged]
+    positions: Ints
+    documents: list[Ints]
+    batch_size: int
+    plan: "_Plan"
+
+
+class _ByHeads:
+    """Function over shards of the sequence that ``by_heads`` returns: exchange, compute, exchange back."""
+
+    _NAME = "by_heads"
+
+    def __init__(
+        self,
+        function: _Function,
+        group: ProcessGroup,
+        roles: Mapping[int | str, Role] | None,
+        result: Exchanged,
+        boundaries: Literal["cu_seqlens", "seq_idx"] | None,
+    ) -> None:
+        self.function, self.group, self.roles, self.result = function, group, roles, result
+        self.boundaries: Literal["cu_seqlens", "seq_idx"] | None = boundaries
+        try:
+            self.parameters = tuple(signature(function).parameters)
+        except (TypeError, ValueError):  # of a builtin function
+            self.parameters = ()
+
+    def __call__(
+        self, *args: Any, documents: Documents | None = None, sizes: Sequence[int] | None = None, **kwargs: Any
     ) -> Any:
+        """Compute the function; see ``by_heads`` for ``documents`` and ``sizes``."""
         arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
         # In the order of the parameters: other ranks may name them in another one.
-        arguments = {key: arguments[key] for key in _in_order(arguments, parameters)}
-        parts = _roles_of(arguments, roles, parameters, name)
-        exchanged = {key: role for key, role in parts.items() if isinstance(role, Exchanged)}
+        arguments = {key: arguments[key] for key in _in_order(arguments, self.parameters)}
+        call = self.plan(arguments, documents, sizes)
+        returned = self.compute(self.to_heads(arguments, call), call)
+        return self.to_sequence(returned, call)
+
+    def plan(
+        self, arguments: Mapping[int | str, Any], documents: Documents | None, sizes: Sequence[int] | None
+    ) -> _ShardedCall:
+        """Return the roles, the documents and the layouts of a call; check them."""
+        name, world, parameters = self._NAME, self.group.size(), self.parameters
+        labels = {key: parameters[key] if isinstance(key, int) and key < len(parameters) else key for key in arguments}
+        roles = _roles_of(arguments, self.roles, labels, name)
+        exchanged = {key: role for key, role in roles.items() if isinstance(role, Exchanged)}
         if not exchanged:
             raise ArgumentError(f"{name}: no argument is a tensor with positions and heads")
-        first, role = next((arguments[key], role) for key, role in exchanged.items())
-        length, batch = first.shape[role.positions], first.shape[_batch_dim(role)]
-        positions = _sizes(sizes, length, first, ranks, name)
+        x, role = next((arguments[key], role) for key, role in exchanged.items())
+        batch_size = x.shape[_batch_dim(role)]
+        positions = _sizes(sizes, x.shape[role.positions], x, self.group, name)
         heads = tuple([arguments[key].shape[role.heads] for key, role in exchanged.items()])
         columns = [0 if role.columns is None else arguments[key].shape[role.columns] for key, role in exchanged.items()]
-        make = _plan.__wrapped__ if is_compiling() else _plan
-        rows = [(*row, sum(positions)) for row in _starts(documents, sum(positions), batch, name)]
-        for key, role in parts.items():
+        length = sum(positions)
+        stops = [(*starts, length) for starts in _starts(documents, length, batch_size, name)]
+        for key, role in roles.items():
             if isinstance(role, Sliced) and arguments[key].shape[role.heads] != max(heads):
-                word, size = _word(key, parameters), arguments[key].shape[role.heads]
-                raise ShapeError(f"{name}: {word!r} has {size} heads, not {max(heads)}")
+                size = arguments[key].shape[role.heads]
+                raise ShapeError(f"{name}: {labels[key]!r} has {size} heads, not {max(heads)}")
         compare_arguments(
-            name, ranks, documents=[row[:-1] for row in rows], boundaries=boundaries, result=result,
-            roles=[(_word(key, parameters), role) for key, role in parts.items()],
-            others={str(_word(key, parameters)): value for key, value in arguments.items() if key not in parts},
+            name, self.group, documents=[row[:-1] for row in stops], boundaries=self.boundaries, result=self.result,
+            roles=[(labels[key], role) for key, role in roles.items()],
+            others={str(labels[key]): value for key, value in arguments.items() if key not in roles},
         )  # fmt: skip
-        plan = make(heads, tuple(columns) if ranks.size() > max(heads) else (), positions, ranks.size(), name)
-        rank, share = ranks.rank(), plan.heads
-        start, count = share.starts[rank], share.sizes[rank]
-        names = name, f"{name}.backward"
-        tensors = [_as_heads(arguments[key], role, plan.splits, name) for key, role in exchanged.items()]
-        for (key, role), x in zip(exchanged.items(), to_heads(tensors, plan.tensors, ranks, names), strict=True):
-            arguments[key] = _from_heads(x, role, arguments[key], 1 if plan.splits else None)
-        for key, role in parts.items():
+        make = _plan.__wrapped__ if is_compiling() else _plan
+        plan = make(heads, tuple(columns) if world > max(heads) else (), positions, world, name)
+        return _ShardedCall(roles, exchanged, positions, stops, batch_size, plan)
+
+    def to_heads(self, arguments: Mapping[int | str, Any], call: _ShardedCall) -> dict[int | str, Any]:
+        """Return the arguments with all positions of this rank's heads."""
+        local, plan, rank = dict(arguments), call.plan, self.group.rank()
+        names = self._NAME, f"{self._NAME}.backward"
+        tensors = [_as_heads(arguments[key], role, plan.splits, names[0]) for key, role in call.exchanged.items()]
+        received = to_heads(tensors, plan.tensors, self.group, names)
+        for (key, role), x in zip(call.exchanged.items(), received, strict=True):
+            local[key] = _from_heads(x, role, arguments[key], 1 if plan.splits else None)
+        for key, role in call.roles.items():
             if isinstance(role, Sliced):
-                arguments[key] = arguments[key].narrow(role.heads, start, count)
+                local[key] = local[key].narrow(role.heads, plan.heads.starts[rank], plan.heads.sizes[rank])
             elif isinstance(role, Gathered):
-                arguments[key] = all_gather_dim(arguments[key], role.positions, ranks, sizes=positions)
-        is_packed = any(len(row) > 2 for row in rows)
-        if boundaries is not None and is_packed:
-            returned = _with_boundaries(function, arguments, parts, rows * (batch if len(rows) == 1 else 1), boundaries)
-        else:
-            returned = _by_documents(function, arguments, parts, rows, result)
+                local[key] = all_gather_dim(local[key], role.positions, self.group, sizes=call.positions)
+        return local
+
+    def compute(self, arguments: Mapping[int | str, Any], call: _ShardedCall) -> Any:
+        """Return the results of the function, of every document by itself."""
+        stops = call.documents
+        if self.boundaries is not None and any(len(row) > 2 for row in stops):
+            stops = stops * (call.batch_size if len(stops) == 1 else 1)
+            return _with_boundaries(self.function, arguments, call.roles, stops, self.boundaries)
+        return _by_documents(self.function, arguments, call.roles, stops, self.result)
+
+    def to_sequence(self, returned: Any, call: _ShardedCall) -> Any:
+        """Return the results with the first one over this rank's positions of all heads."""
+        plan, rank, result = call.plan, self.group.rank(), self.result
         out, *rest = returned if isinstance(returned, tuple) else (returned,)
         if plan.splits and (result.columns is None or out.shape[result.columns] != plan.out.shares[0].sizes[rank]):
-            raise ShapeError(f"{name}: more ranks than heads need a result with the {plan.out.shares[0].sizes[rank]} "
-                             f"columns of this rank; it has the shape {list(out.shape)}, and is {result}")  # fmt: skip
-        back = to_sequence(_as_heads(out, result, plan.splits, name), plan.out, ranks, names)
-        back = _from_heads(back, result, out, share.heads if plan.splits else None)
+            raise ShapeError(
+                f"{self._NAME}: more ranks than heads need a result with the {plan.out.shares[0].sizes[rank]} columns "
+                f"of this rank; it has the shape {list(out.shape)}, and is {result}"
+            )
+        names = self._NAME, f"{self._NAME}.backward"
+        back = to_sequence(_as_heads(out, result, plan.splits, names[0]), plan.out, self.group, names)
+        back = _from_heads(back, result, out, plan.heads.heads if plan.splits else None)
         return (back, *rest) if isinstance(returned, tuple) else back
-
-    return over_shards
 
 
 class _Plan(NamedTuple):
@@ -199,10 +262,9 @@ def _plan(heads: Ints, columns: Ints, positions: Ints, world: int, name: str) ->
     try:
         if widths:
             return _split_columns(heads, columns, positions, world)
-        of_heads, of_shared = split_heads(total, shared, world)
+        of_heads, of_shared = split_heads(total, shared, world, ("heads", "heads of other tensors"))
     except ShapeError as error:
-        message = str(error).replace("query heads", "heads").replace("key/value heads", "heads of other tensors")
-        raise ShapeError(f"{name}: {message}") from None
+        raise ShapeError(f"{name}: {error}") from None
     shares = tuple([of_heads if n == total else of_shared for n in heads])
     return _Plan(HeadLayout(1, shares, positions), HeadLayout(1, (of_heads,), positions), of_heads, False)
 
@@ -226,18 +288,21 @@ def _split_columns(heads: Ints, columns: Ints, positions: Ints, world: int) -> _
 
 
 def _roles_of(
-    arguments: Mapping[int | str, Any], roles: Mapping[int | str, Role] | None, parameters: Sequence[str], name: str
+    arguments: Mapping[int | str, Any],
+    roles: Mapping[int | str, Role] | None,
+    labels: Mapping[int | str, int | str],
+    name: str,
 ) -> dict[int | str, Role]:
     """Return the roles of the tensors among the arguments; reject a tensor without one.
 
     Args:
-        parameters: names of the function's parameters, for arguments by position.
+        labels: name of each argument, or its position where the function's parameters have no name.
     """
     parts: dict[int | str, Role] = {}
     for key, x in arguments.items():
         if not isinstance(x, Tensor) or x.dim() == 0:
             continue
-        word = _word(key, parameters)
+        word = labels[key]
         role: Role = _EXCHANGED
         if roles is not None:
             if key not in roles and word not in roles:
@@ -256,11 +321,6 @@ def _in_order(keys: Iterable[int | str], parameters: Sequence[str]) -> list[int 
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
     keys = sorted(keys, key=lambda key: (isinstance(key, str), str(key) if isinstance(key, str) else key))
     return sorted(keys, key=lambda key: key if isinstance(key, int) else numbers.get(key, len(numbers)))
-
-
-def _word(key: int | str, parameters: Sequence[str]) -> int | str:
-    """Return the name of an argument, or its position where nobody knows the name."""
-    return parameters[key] if isinstance(key, int) and key < len(parameters) else key
 
 
 def _as_heads(x: Tensor, role: Exchanged, splits: bool, name: str) -> Tensor:

@@ -102,16 +102,21 @@ class ToHeads(NamedTuple):
     shapes: tuple[Ints, ...]
 
 
-def split_heads(q_heads: int, kv_heads: int, world: int) -> tuple[HeadShare, HeadShare]:
+def split_heads(
+    q_heads: int, kv_heads: int, world: int, names: tuple[str, str] = ("query heads", "key/value heads")
+) -> tuple[HeadShare, HeadShare]:
     """Return the shares of the query and of the key/value heads; a query head goes to a rank that has its kv head.
+
+    Args:
+        names: of both kinds of heads in errors.
 
     Example:
         ``split_heads(8, 2, 4)`` gives every rank two query heads, and kv heads 0, 0, 1, 1.
     """
     if kv_heads < 1 or q_heads % kv_heads:
-        raise ShapeError(f"{q_heads} query heads are no multiple of {kv_heads} key/value heads")
+        raise ShapeError(f"{q_heads} {names[0]} are no multiple of {kv_heads} {names[1]}")
     if q_heads < world:
-        raise ShapeError(f"{q_heads} query heads are fewer than the {world} ranks that attend with them")
+        raise ShapeError(f"{q_heads} {names[0]} are fewer than the {world} ranks that share them")
     per = q_heads // kv_heads
     if kv_heads >= world:
         # The kv heads are split as evenly as possible, and the first ranks get one more.
