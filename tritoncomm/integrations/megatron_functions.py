@@ -1,5 +1,4 @@
-"""Earlier import path of the functions in ``tritoncomm.integrations.megatron``."""
+"""Earlier import path of ``tritoncomm.integrations.megatron.functions``."""
 
-from tritoncomm.integrations.megatron.frozen_linear import *  # noqa: F403
 from tritoncomm.integrations.megatron.functions import *  # noqa: F403
-from tritoncomm.integrations.megatron.trained_linear import *  # noqa: F403
+from tritoncomm.integrations.megatron.functions import __all__ as __all__

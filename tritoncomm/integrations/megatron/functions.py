@@ -1,4 +1,4 @@
-"""Replacements of Megatron-core's overwriting all-reduces, its cross entropy and its fp32 sum of gradients."""
+"""Replacements of Megatron-core's functions: linear layers, overwriting all-reduces, cross entropy, fp32 sums."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +10,20 @@ from torch.distributed import ProcessGroup, ReduceOp
 from tritoncomm.core import wire_sum
 from tritoncomm.core.call import compare_arguments
 from tritoncomm.errors import ArgumentError
+from tritoncomm.integrations.megatron.frozen_linear import FrozenLinear, FrozenLinear016, frozen_linear_functions
+from tritoncomm.integrations.megatron.trained_linear import TrainedLinear, TrainedLinear016, linear_functions
 from tritoncomm.mappings.tensor_parallel import copy_to, reduce_from
 
 __all__ = [
+    "FrozenLinear",
+    "FrozenLinear016",
     "ReduceScatterWithFP32Accumulation",
+    "TrainedLinear",
+    "TrainedLinear016",
     "VocabParallelCrossEntropy",
     "copy_to_tensor_model_parallel_region",
+    "frozen_linear_functions",
+    "linear_functions",
     "reduce_from_tensor_model_parallel_region",
 ]
 
