@@ -254,6 +254,31 @@ def test_convolutions(group: ProcessGroup, taps: int, documents: tuple[int, ...]
     compare(group, (x,), out, sizes, 2, ours, (weight, bias))
 
 
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("documents", [None, (0, 4), (0, 5, 7)])
+@pytest.mark.parametrize("taps", [1, 4])
+def test_convolutions_of_rows_of_channels(group: ProcessGroup, taps: int, documents: tuple[int, ...] | None) -> None:
+    """Positions in dim 1, inputs by name, and a state beside the result, which is of a shard: None."""
+
+    def convolve(inputs: Tensor, kernel: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return conv(inputs.transpose(1, 2), kernel, bias).transpose(1, 2), inputs[:, -1:]
+
+    sizes = sizes_of(group.size(), even=False) if group.size() > 1 else [8]
+    n = sum(sizes)
+    x, weight, bias = (drawn(*shape, seed=i).requires_grad_() for i, shape in enumerate(((2, n, 3), (3, taps), (3,))))
+    starts = None if documents is None else inside(documents, n)
+    out = alone(lambda x: convolve(x, weight, bias)[0], starts or [0], n, 1, x)
+    call = conv_halo(convolve, group, positions=1)
+    ours = lambda x, w, b: call(bias=b, inputs=x, kernel=w, documents=starts, sizes=sizes)[0]  # noqa: E731
+    compare(group, (x,), out, sizes, 1, ours, (weight, bias))
+    shard = x.split(sizes, 1)[group.rank()].detach()
+    assert call(shard, weight, bias, documents=starts, sizes=sizes)[1] is None
+    with pytest.raises(UnsupportedError, match=r"the argument bias, torch.float64 \[2, 3\], is no bias"):
+        call(shard, weight, bias=x[:, 0].detach(), sizes=sizes)
+    with pytest.raises(UnsupportedError, match=r"the argument 2, torch.int64 \[2\], is no bias"):
+        call(shard, weight, torch.tensor([0, n]), sizes=sizes)
+
+
 @pytest.mark.ranks(1, 2, 3)
 def test_documents_of_every_row(group: ProcessGroup) -> None:
     """Each row of a batch is packed in its own way; its gradients, too."""
@@ -386,6 +411,10 @@ def test_what_is_refused(group: ProcessGroup) -> None:
         conv_halo(conv, group)(x, torch.ones(2, 3))
     with pytest.raises(ShapeError, match="as many as it gets are needed"):
         conv_halo(lambda x, w: x[..., 1:], group)(x[0], torch.ones(4, 3))
+    with pytest.raises(ArgumentError, match="positions=0; they are dim 1 or 2 of three"):
+        conv_halo(conv, group, positions=0)
+    with pytest.raises(ArgumentError, match="needs x and weight"):
+        conv_halo(conv, group)(x[0])
 
 
 def test_layers_compile(group: ProcessGroup) -> None:

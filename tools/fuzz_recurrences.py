@@ -92,6 +92,11 @@ def _conv(x: Tensor, weight: Tensor) -> Tensor:
     return F.conv1d(F.pad(x, (weight.shape[1] - 1, 0)), weight[:, None], groups=x.shape[1])
 
 
+def _conv_of_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """The same with positions before channels."""
+    return _conv(x.transpose(1, 2), weight).transpose(1, 2)
+
+
 def _rows(documents: tuple[Any, ...]) -> list[tuple[int, ...]]:
     """The starts of each of the two rows."""
     return list(documents) if isinstance(documents[0], tuple) else [documents, documents]
@@ -129,8 +134,10 @@ def _compare(group: ProcessGroup, case: Recurrence) -> str:
         inputs = [drawn(2, n, keys, 3), drawn(2, n, keys, 3), drawn(2, n, heads, 2), drawn(2, n, heads)]
         parameter = drawn(heads)
     else:
-        dim, function, ours = 2, _conv, conv_halo(_conv, group)
-        inputs, parameter = [drawn(2, heads, n)], drawn(heads, case.taps)
+        dim = 1 + case.number % 2
+        function = _conv if dim == 2 else _conv_of_rows
+        ours = conv_halo(function, group, dim)
+        inputs, parameter = [drawn(2, heads, n) if dim == 2 else drawn(2, n, heads)], drawn(heads, case.taps)
     needs = [*case.needs[: len(inputs)], case.needs[-1]]
     wholes = [x.clone().requires_grad_(need) for x, need in zip([*inputs, parameter], needs, strict=True)]
     wanted = _alone(function, case, dim, wholes[:-1], wholes[-1])

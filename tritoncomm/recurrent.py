@@ -7,7 +7,7 @@ whole on every rank, and their gradients are partial: they add up over the group
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from inspect import signature
+from inspect import Parameter, signature
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -149,10 +149,7 @@ class _ByHeads:
     ) -> None:
         self.function, self.group, self.roles, self.result = function, group, roles, result
         self.boundaries: Literal["cu_seqlens", "seq_idx"] | None = boundaries
-        try:
-            self.parameters = tuple(signature(function).parameters)
-        except (TypeError, ValueError):  # of a builtin function
-            self.parameters = ()
+        self.parameters = _parameters_of(function)
 
     def __call__(
         self, *args: Any, documents: Documents | None = None, sizes: Sequence[int] | None = None, **kwargs: Any
@@ -231,6 +228,15 @@ class _ByHeads:
         back = to_sequence(_as_heads(out, result, plan.splits, names[0]), plan.out, self.group, names)
         back = _from_heads(back, result, out, plan.heads.heads if plan.splits else None)
         return (back, *rest) if isinstance(returned, tuple) else back
+
+
+def _parameters_of(function: _Function) -> tuple[str, ...]:
+    """Return the names of the parameters of a function that may be positional; empty of a builtin function."""
+    try:
+        parameters = signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple([x.name for x in parameters if x.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)])
 
 
 class _Plan(NamedTuple):
@@ -481,7 +487,7 @@ def _joined(results: list[Any], dim: int) -> Any:
     return torch.cat([returned[0] for returned in results], dim), *[None] * (len(results[0]) - 1)
 
 
-def conv_halo(function: _Function, group: GroupLike | None = None) -> _Function:
+def conv_halo(function: _Function, group: GroupLike | None = None, positions: int = 2) -> _Function:
     """Return a function over shards of the sequence that computes ``function``, a causal convolution, in one call.
 
     Forward: the last K-1 positions before this rank's shard arrive in one all-to-all, of neighbours unless shards are
@@ -490,79 +496,106 @@ def conv_halo(function: _Function, group: GroupLike | None = None) -> _Function:
     Args:
         function: ``function(x, weight, bias, ...)`` of x ``[b, channels, n]`` and a weight of K taps in its last dim
             returns ``[b, channels, n]``, whose position i is of the positions ``i-K+1`` to i of x, with zeros in front.
+            Of a tuple, the first is the result; the others are of a shard, and None takes their place.
         group: ranks that hold the sequence (see ``groups.as_group``); the tensor group by default.
+        positions: dim of the positions in x and the result: 2, or 1 for ``[b, n, channels]``.
 
     Returns:
         A function with the arguments of ``function``, and ``documents`` and ``sizes`` as in ``by_heads``.
 
     Raises:
+        ArgumentError: another dim of positions, or no weight.
         ShapeError: sizes that do not fit.
+        UnsupportedError: another tensor than a bias, as a state or boundaries of documents, which are of a shard.
 
-    Shape: ``[b, channels, s] -> [b, channels, s]``.
+    Shape: ``[b, channels, s] -> [b, channels, s]``, or ``[b, s, channels] -> [b, s, channels]``.
     """
     name = "conv_halo"
-    ranks = resolve_sequence(group, name)
+    if positions not in (1, 2):
+        raise ArgumentError(f"{name}: positions={positions!r}; they are dim 1 or 2 of three")
+    return _ConvHalo(function, resolve_sequence(group, name), positions)
 
-    def over_shards(
-        x: Tensor,
-        weight: Tensor,
-        *args: Any,
-        documents: Documents | None = None,
-        sizes: Sequence[int] | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
+
+class _ConvHalo:
+    """Function over shards of the sequence that ``conv_halo`` returns: a halo arrives, then one call for all."""
+
+    _NAME = "conv_halo"
+
+    def __init__(self, function: _Function, group: ProcessGroup, dim: int) -> None:
+        self.function, self.group, self.dim = function, group, dim
+        names = _parameters_of(function)[:2]
+        self.inputs = names if len(names) == 2 else ("x", "weight")
+
+    def __call__(
+        self, *args: Any, documents: Documents | None = None, sizes: Sequence[int] | None = None, **kwargs: Any
+    ) -> Any:
+        """Compute the function; see ``by_heads`` for ``documents`` and ``sizes``."""
+        name, group, dim = self._NAME, self.group, self.dim
+        args = *args, *[kwargs.pop(key) for key in self.inputs[len(args) :] if key in kwargs]
+        if len(args) < 2:
+            raise ArgumentError(f"{name}: needs {' and '.join(self.inputs)}")
+        x, weight, *further = args
         if type(x) is not Tensor and not is_compiling():
             check_kind(x, name)
         if x.dim() != 3:
-            raise ShapeError(f"{name}: shape {tuple(x.shape)} is not [b, channels, s]")
+            dims = "[b, channels, s]" if dim == 2 else "[b, s, channels]"
+            raise ShapeError(f"{name}: shape {tuple(x.shape)} is not {dims}")
         width = weight.shape[-1] - 1
-        positions = _sizes(sizes, x.shape[2], x, ranks, name)
-        first = sum(positions[: ranks.rank()])
+        positions = _sizes(sizes, x.shape[dim], x, group, name)
         rows = _starts(documents, sum(positions), x.shape[0], name)
-        others = {**dict(zip(map(str, range(2, 2 + len(args))), args, strict=True)), **kwargs}
-        compare_arguments(name, ranks, documents=rows, taps=width + 1, others=others)
-        if not width:
-            if x.shape[2]:
-                return function(x, weight, *args, **kwargs)
-            spare = torch.cat([x, x.new_zeros(*x.shape[:2], 1)], 2)  # functions may not take a shard without positions
-            return function(spare, weight, *args, **kwargs)[:, :, :0]
-        halo = _halo(x, width, positions, ranks, name)
-        call = partial(_apart, lambda inputs: function(inputs, weight, *args, **kwargs))
+        others = {**{str(index): value for index, value in enumerate(further, 2)}, **kwargs}
+        for key, value in others.items():
+            if isinstance(value, Tensor) and (value.dim() > 1 or not value.is_floating_point()):
+                raise UnsupportedError(
+                    f"{name}: the argument {key}, {value.dtype} {list(value.shape)}, is no bias: states and boundaries "
+                    "of documents would be those of a shard; pass documents"
+                )
+        compare_arguments(name, group, documents=rows, taps=width + 1, others=others)
+        halo = _halo(x, width, positions, dim, group, name) if width else x.narrow(dim, 0, 0)
+        call = partial(self._apart, lambda inputs: self.function(inputs, weight, *further, **kwargs))
+        first = sum(positions[: group.rank()])
         if len(rows) == 1:
             return call(x, halo, rows[0], first)
         of_rows = zip(x.split(1), halo.split(1), rows, strict=True)
-        return torch.cat([call(row, before, starts, first) for row, before, starts in of_rows])
+        return _joined([call(row, before, starts, first) for row, before, starts in of_rows], 0)
 
-    return over_shards
+    def _apart(self, function: Callable[[Tensor], Any], x: Tensor, halo: Tensor, starts: Ints, first: int) -> Any:
+        """Convolve rows of a shard in one call, each document with zeros in front.
+
+        Args:
+            halo: the K-1 positions before the shard.
+            starts: global starts of the documents.
+            first: global position of the shard's first one.
+        """
+        dim, width = self.dim, halo.shape[self.dim]
+        # The document that the shard begins in may have begun inside of the halo. Before the first one are zeros.
+        begun = max([start for start in starts if start <= first])
+        before = min(max(begun - (first - width), 0), width) if begun else 0
+        if before:
+            halo = torch.cat([_zeros(x, before, dim), halo.narrow(dim, before, width - before)], dim)
+        inside = [start - first for start in starts if first < start < first + x.shape[dim]] if width else []
+        extended = [halo, x]
+        if inside:
+            # K-1 zeros between documents, whose own results are left out.
+            gap, (piece, *pieces) = _zeros(x, width, dim), x.tensor_split(inside, dim)
+            extended = [halo, piece, *[part for piece in pieces for part in (gap, piece)]]
+        if not width:
+            # Functions may not take a shard without positions.
+            extended = [halo, x] if x.shape[dim] else [_zeros(x, 1, dim), x]
+        lengths = [piece.shape[dim] for piece in extended]
+        returned = function(torch.cat(extended, dim) if sum(lengths) > lengths[1] else x)
+        out, *rest = returned if isinstance(returned, tuple) else (returned,)
+        if out.shape[dim] != sum(lengths):
+            raise ShapeError(
+                f"{self._NAME}: the function returned {out.shape[dim]} positions; as many as it gets are needed"
+            )
+        out = torch.cat(out.split(lengths, dim)[1::2], dim) if inside else out.narrow(dim, lengths[0], lengths[1])
+        return (out, *[None] * len(rest)) if isinstance(returned, tuple) else out
 
 
-def _apart(function: Callable[[Tensor], Tensor], x: Tensor, halo: Tensor, starts: Ints, first: int) -> Tensor:
-    """Convolve rows of a shard in one call, each document with zeros in front.
-
-    Args:
-        halo: the K-1 positions before the shard.
-        starts: global starts of the documents.
-        first: global position of the shard's first one.
-    """
-    width = halo.shape[2]
-    # The document that the shard begins in may have begun inside of the halo. Before the first one are zeros already.
-    begun = max([start for start in starts if start <= first])
-    before = min(max(begun - (first - width), 0), width) if begun else 0
-    if before:
-        halo = torch.cat([torch.zeros_like(halo[..., :before]), halo[..., before:]], 2)
-    inside = [start - first for start in starts if first < start < first + x.shape[2]]
-    extended = [halo, x]
-    if inside:
-        # K-1 zeros between documents, whose own results are left out.
-        gap, (piece, *pieces) = halo.new_zeros(*halo.shape[:2], width), x.tensor_split(inside, 2)
-        extended = [halo, piece, *[part for piece in pieces for part in (gap, piece)]]
-    lengths = [piece.shape[2] for piece in extended]
-    out = function(torch.cat(extended, 2))
-    if out.shape[2] != sum(lengths):
-        raise ShapeError(f"conv_halo: the function returned {out.shape[2]} positions; as many as it gets are needed")
-    if not inside:
-        return out.narrow(2, width, lengths[1])
-    return torch.cat(out.split(lengths, 2)[1::2], 2)
+def _zeros(x: Tensor, count: int, dim: int) -> Tensor:
+    """Return zeros like ``count`` positions of a tensor."""
+    return x.new_zeros(*x.shape[:dim], count, *x.shape[dim + 1 :])
 
 
 class _Columns(NamedTuple):
@@ -595,16 +628,14 @@ def _halo_plan(positions: Ints, width: int, rank: int) -> _Halo:
     return _Halo(sent, received)
 
 
-def _halo(x: Tensor, width: int, positions: Ints, group: ProcessGroup, name: str) -> Tensor:
-    """Return the ``width`` positions before this rank's shard ``[b, channels, s]``; zeros before the first one."""
+def _halo(x: Tensor, width: int, positions: Ints, dim: int, group: ProcessGroup, name: str) -> Tensor:
+    """Return the ``width`` positions before this rank's shard, which are in ``dim``; zeros before the first one."""
     plan = (_halo_plan.__wrapped__ if is_compiling() else _halo_plan)(positions, width, group.rank())
-    parts = [x.narrow(2, columns.start, columns.count) for columns in plan.sent if columns.count]
-    rows = torch.cat(parts, 2) if len(parts) > 1 else parts[0] if parts else x[:, :, :0]
+    parts = [x.narrow(dim, columns.start, columns.count) for columns in plan.sent if columns.count]
+    rows = torch.cat(parts, dim) if len(parts) > 1 else parts[0] if parts else x.narrow(dim, 0, 0)
     sent = tuple([columns.count for columns in plan.sent])
     arrived = exchange_rows(
-        rows.movedim(2, 0).contiguous(), plan.received, sent, group, (name, f"{name}.backward")
-    ).movedim(0, 2)
+        rows.movedim(dim, 0).contiguous(), plan.received, sent, group, (name, f"{name}.backward")
+    ).movedim(0, dim)
     missing = width - sum(plan.received)
-    if missing:
-        arrived = torch.cat([arrived.new_zeros(*x.shape[:2], missing), arrived], 2)
-    return arrived
+    return torch.cat([_zeros(x, missing, dim), arrived], dim) if missing else arrived

@@ -586,14 +586,14 @@ def test_a_function_that_nobody_knows_is_refused(group: ProcessGroup) -> None:
     recurrence = recurrences.RECURRENCES
     try:
         names = tuple(name for name in recurrences.NAMES if name != "torch_chunk_gated_delta_rule")
-        for function in (recurrent_layers.functions_of, recurrent_layers.unknown_of):
+        for function in (recurrences.functions_of, recurrences.unknown_of):
             function.cache_clear()
-        with mock.patch.object(recurrent_layers, "NAMES", names):
+        with mock.patch.object(recurrences, "NAMES", names):
             assert "torch_chunk_gated_delta_rule" in recurrence
             with pytest.raises(UnsupportedError, match="its layers of the kind linear_attention are not known"):
                 ours.switch(model, registered)
     finally:
-        for function in (recurrent_layers.functions_of, recurrent_layers.unknown_of):
+        for function in (recurrences.functions_of, recurrences.unknown_of):
             function.cache_clear()
         ours.unregister()
 

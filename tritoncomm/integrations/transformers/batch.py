@@ -92,9 +92,11 @@ def shard_batch(
         padded=0 if mask is not None else more,
         largest=of_rows.amax((0, 2) if of_rows.dim() == 3 else 1) if ids.numel() else None,
     )
-    layer_mask = (
-        torch.ones_like(out["input_ids"]) if columns is None else columns.clone(memory_format=torch.contiguous_format)
-    )
+    # Boolean, so that transformers' masks, which are made of it as such, are made of this very tensor.
+    like = out["input_ids"] if columns is None else columns
+    layer_mask = torch.ones(like.shape, dtype=torch.bool, device=like.device)
+    if columns is not None:
+        layer_mask.copy_(columns)
     counted = None
     if mask is not None and batch.get("position_ids") is None:
         counted = (mask.long().cumsum(1) * mask.long() - 1)[:, start:end].contiguous()

@@ -31,8 +31,10 @@ class Switch:
         name: in ``register``.
         is_on: until ``undo``; a hook that could not be removed does nothing.
         has_attention: whether the model has attention, so that its config says whether it still has the name.
-        functions: owner of those of recurrent layers; None without such layers.
+        functions: owner of those of recurrent layers, and of packages; None without any.
     """
+
+    _has_recurrent = True  # in models that an earlier release has saved
 
     def __init__(self, model: nn.Module, outer: Any, name: str, has_attention: bool) -> None:
         """Add the hooks to a model, and to the outermost model of transformers in it.
@@ -50,7 +52,8 @@ class Switch:
         self._parts = _JudgedParts(name, has_attention)
         self._changes = Changes()
         with self._changes:
-            self.functions = recurrent_layers.Functions.of(outer, name) if layers else None
+            self._has_recurrent = bool(layers)
+            self.functions = recurrent_layers.Functions.of(outer, name)
             if self.functions is not None:
                 self._changes.add(self.functions.release)
             for handle in self._hook(outer, parts, layers):
@@ -171,14 +174,14 @@ class Switch:
             check(self.name, model, arguments)
         if self._counting == "other" and notes.counted is not None:
             raise UnsupportedError(f"{label} numbers positions by its padding mask; pass position_ids to shard_batch")
-        recurrent_layers.enter_model(model, notes)
+        recurrent_layers.enter_model(model, notes, ours.group.size() > 1)
         has_mask = kwargs.get("attention_mask") is not None or "attention_mask" not in names[len(args) :]
         if notes.documents is not None and not has_mask:
             # Else transformers looks for documents, too, and the masks of each would have those of all.
             kwargs = {**kwargs, "attention_mask": positions.new_ones(()).expand(notes.shape or ())}
         if isinstance(kwargs.get("shift_labels"), Tensor):  # the loss views them; rows with a step are not contiguous
             kwargs = {**kwargs, "shift_labels": kwargs["shift_labels"].contiguous()}
-        if self.functions is not None:
+        if self.functions is not None and self._has_recurrent:
             kwargs = recurrent_layers.keywords(model, kwargs)
         if self._counting == "product" and notes.counted is not None:  # those that one process makes from this mask
             index = names.index("position_ids") if "position_ids" in names else len(args)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from tritoncomm.integrations.transformers import rotary_tables
+from tritoncomm.integrations.transformers import recurrences, rotary_tables
 from tritoncomm.integrations.transformers.sources import (
     REGISTRY,
     calls_registry,
@@ -64,7 +64,7 @@ def wrong_part(model: Any, attention: str, sharded: bool, served: Collection[nn.
         return problem
     if not sharded:
         return None
-    if problem := _wrong_kinds(config, model, served):
+    if problem := recurrences.wrong_layer(served) or _wrong_kinds(config, model, served):
         return problem
     if getattr(model, "_is_stateful", False) and not served:
         return "it has a state that runs along the sequence, and would stop at the end of every shard"
@@ -74,7 +74,9 @@ def wrong_part(model: Any, attention: str, sharded: bool, served: Collection[nn.
         return problem
     if problem := next(filter(None, map(_wrong_draws, parts)), None):
         return problem
-    if not _kinds(config) and (mixers := sorted({type(module).__name__ for module in _mixers(parts)})):
+    right = {id(part) for layer in served for part in layer.modules()}
+    mixers = sorted({type(module).__name__ for module in _mixers(parts) if id(module) not in right})
+    if mixers and not _kinds(config):
         return f"{', '.join(mixers)} in its layers mixes positions, and would stop at the end of every shard"
     return None
 

@@ -1,6 +1,6 @@
-"""Recurrent layers of transformers over shards of the sequence, by the functions of their modules that mix positions.
+"""Recurrent layers over shards of the sequence, by the functions of their modules that mix positions.
 
-Such a layer calls a causal convolution of its module, and most of them one of four recurrences. Between ``enter_layer``
+Most of transformers' call a causal convolution of their module, and one of four recurrences. Between ``enter_layer``
 and ``exit_layer``, and nowhere else, these functions compute over the shards of all ranks. No forward is written
 again, and there is no list of models.
 """
@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache, partial, wraps
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakSet, ref
 
 from torch import Tensor, nn
@@ -20,12 +20,23 @@ from torch.distributed import ProcessGroup
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.integrations import changes
 from tritoncomm.integrations.transformers.batch_notes import BatchNotes, noted
-from tritoncomm.integrations.transformers.recurrences import CONVOLUTION, FUSED, NAMES, RECURRENCES, STEPS
-from tritoncomm.recurrent import by_heads, conv_halo
+from tritoncomm.integrations.transformers.recurrences import (
+    FUSED,
+    MODELS,
+    Convolution,
+    Recurrence,
+    alternatives_of,
+    boundaries_of,
+    functions_of,
+    replaceable,
+    row_of,
+    unknown_of,
+)
 
 __all__ = [
-    "Functions", "documents", "enter_layer", "enter_model", "exit_layer", "exit_model", "functions_of", "is_inside",
-    "is_running", "keywords", "parameters_of", "recurrent_layers", "restore", "unknown_of",
+    "Functions", "documents", "enter_layer", "enter_model", "exit_layer", "exit_model", "is_inside", "is_running",
+    "keywords", "parameters_of", "recurrent_layers", "restore",
+    "whole_mask",
 ]  # fmt: skip
 
 
@@ -40,11 +51,15 @@ class _Forward(NamedTuple):
         model: the outermost one, by a weak reference: an interrupt may keep the forward from ending.
         notes: of the batch. Models hand its layer mask to the layers as the padding mask.
         outer: forward of another model that this one runs in.
+        is_sharded: whether there are several ranks.
+        mask: padding mask of all positions; None without one, or where the model has it.
     """
 
     model: "ref[nn.Module]"
     notes: BatchNotes
     outer: "_Forward | None"
+    is_sharded: bool
+    mask: Tensor | None = None
 
 
 class _Layer:
@@ -90,38 +105,6 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if functions_of(type(module)) and not unknown_of(type(module))]
 
 
-@lru_cache(maxsize=1024)
-def functions_of(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Return the names of the functions of the table that a class of layers calls."""
-    return tuple(name for name in _called(kind) if name in NAMES)
-
-
-@lru_cache(maxsize=1024)
-def unknown_of(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Return the names of other functions that kernels may replace, and that a class of recurrent layers calls."""
-    return tuple(name for name in _called(kind) if name not in (*NAMES, *FUSED, *STEPS))
-
-
-def _called(kind: type[nn.Module]) -> list[str]:
-    """Return the names of functions of transformers that kernels may replace and that methods of a class call."""
-    names = set()
-    for base in kind.__mro__:
-        for value in vars(base).values() if base.__module__.startswith("transformers.models.") else ():
-            method: Any = inspect.unwrap(value) if callable(value) else None
-            code = getattr(method, "__code__", None)
-            for name in () if code is None else code.co_names:
-                if name in NAMES or _is_replaced(method.__globals__.get(name)):
-                    names.add(name)
-    return sorted(names)
-
-
-def _is_replaced(function: Any) -> bool:
-    """Whether a function is one of a layer's that transformers replaces by that of a package, where there is one."""
-    inner = getattr(function, "__wrapped__", None)
-    code = getattr(function, "__code__", None)
-    return inner is not None and code is not None and code.co_filename.endswith("hub_kernels.py")
-
-
 class Functions:
     """Owner of our functions in the modules of a model. A copy of the model has another owner of the same functions.
 
@@ -135,19 +118,21 @@ class Functions:
         _owners.add(self)
         try:
             for module, function in () if is_released else self._functions:
-                make = _mask_of_layers if function == _MASK else _over_shards
-                changes.share(self, module, function, partial(make, function))
+                make = _mask_of_layers if function == _MASK else partial(_over_shards, module, function)
+                changes.share(self, module, function, make)
         except BaseException:
             self.release()
             raise
 
     @classmethod
-    def of(cls, model: nn.Module, name: str) -> "Functions":
-        """Replace the functions that the layers of a model call."""
+    def of(cls, model: nn.Module, name: str) -> "Functions | None":
+        """Replace the functions that the layers of a model call; None where they call none."""
         kinds = {base for part in model.modules() for base in type(part).__mro__}
-        modules = sorted({kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.models.")})
-        names = (*NAMES, *FUSED, _MASK)
-        return cls(name, [(module, x) for module in modules for x in names if x in vars(sys.modules[module])])
+        modules = {key: vars(sys.modules[key]) for key in sorted({kind.__module__ for kind in kinds} & {*sys.modules})}
+        functions = [(module, x) for module, names in modules.items() for x in replaceable(module, names)]
+        if not functions and not recurrent_layers(model):
+            return None
+        return cls(name, [*functions, *[(module, _MASK) for module, names in modules.items() if _MASK in names]])
 
     def release(self) -> "list[changes.Change]":
         """Put the functions back that no other owner needs; return what is left alone."""
@@ -172,9 +157,9 @@ def is_inside(model: nn.Module | None = None) -> bool:
     return model is not outer and any(module is model for module in outer.modules())
 
 
-def enter_model(model: nn.Module, notes: BatchNotes) -> None:
+def enter_model(model: nn.Module, notes: BatchNotes, is_sharded: bool) -> None:
     """Let the forward of a model in this thread hand the mask of a batch to its recurrent layers."""
-    _running.forward = _Forward(ref(model), notes, _forward())
+    _running.forward = _Forward(ref(model), notes, _forward(), is_sharded)
 
 
 def exit_model(model: nn.Module, *_: Any) -> None:
@@ -232,10 +217,19 @@ def keywords(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     forward = _running.forward
     if forward is None or any(hasattr(sys.modules.get(kind), _MASK) for kind in kinds):
         return {"use_cache": False, **kwargs}
+    _running.forward = forward._replace(mask=kwargs.get("attention_mask"))
     return {"use_cache": False, **kwargs, "attention_mask": forward.notes.layer_mask}
 
 
-def _mask_of_layers(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def whole_mask(mask: Tensor | None, label: str) -> Tensor | None:
+    """Return the padding mask of all positions where a model, which has that of its layers, hands that to attention."""
+    forward = _forward()
+    if mask is None or forward is None or noted(mask, label) is None:
+        return mask
+    return None if forward.mask is None else forward.mask.to(mask.device, mask.dtype)
+
+
+def _mask_of_layers(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that makes the padding mask of recurrent layers: over shards that of the batch."""
 
     @wraps(original)
@@ -263,53 +257,53 @@ def restore(names: Collection[str]) -> None:
     _layer()
 
 
-def _over_shards(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes ``original``, and inside of a layer over the shards of its group."""
-    parameters, boundaries = inspect.signature(original).parameters, _boundaries_of(original)
+def _over_shards(module: str, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that computes ``original``, and inside of a layer over the shards of its group.
+
+    Args:
+        name: global name of ``original`` in ``module``.
+    """
+    # Transformers' models hand all keywords down, as position_ids; boundaries of documents would be those of a shard.
+    # What other code passes has a role.
+    parameters = inspect.signature(original).parameters if module.startswith(MODELS) else None
+    boundaries = boundaries_of(original)
 
     @wraps(original)
     def over_shards(*args: Any, **kwargs: Any) -> Any:
         layer = _layer()
         if layer is None or layer.is_exchanged:
+            if parameters is None and layer is None and (forward := _forward()) is not None and forward.is_sharded:
+                _row(module, name, original, type(forward.model()))
             return original(*args, **kwargs)
         if name in FUSED:
             return None
         layer.called.add(name)
-        # Models hand all keywords down, as position_ids; boundaries of documents would be those of a shard.
-        kwargs = {key: x for key, x in kwargs.items() if key in parameters or not isinstance(x, Tensor)}
+        if parameters is not None:
+            kwargs = {key: x for key, x in kwargs.items() if key in parameters or not isinstance(x, Tensor)}
         functions = {} if is_compiling() else layer.functions
         if original not in functions:  # reading its signature takes as long as a small exchange
-            functions[original] = _function(name, original, layer.group, boundaries)
+            row = _row(module, name, original, type(layer.module()))
+            functions[original] = row.over(original, layer.group, boundaries)
         layer.is_exchanged = True
         try:
             return functions[original](*args, documents=layer.notes.documents, **kwargs)
         finally:
             layer.is_exchanged = False
 
+    function: Any = over_shards
+    function.tritoncomm_original = over_shards, original
     return over_shards
 
 
-def _function(
-    name: str, original: Callable[..., Any], group: ProcessGroup, boundaries: Literal["cu_seqlens", "seq_idx"] | None
-) -> Callable[..., Any]:
-    """Return ``original`` over the shards of a group."""
-    if name == CONVOLUTION:
-        # Most models name no argument, some all but the first.
-        return lambda hidden_states, weight, *args, **kwargs: conv_halo(original, group)(
-            hidden_states, weight, *args, **kwargs
+def _row(module: str, name: str, function: Any, caller: type) -> Recurrence | Convolution:
+    """Return how a function computes over shards; reject one that nobody has registered."""
+    row = row_of(name, module, function)
+    if row is None:
+        raise UnsupportedError(
+            f"{caller.__name__} calls {name} of {function.__module__}, which is not registered, and would compute on a "
+            "shard alone; call register_recurrence() or register_convolution()"
         )
-    recurrence = RECURRENCES[name]
-    return by_heads(original, group, recurrence.roles, recurrence.result, boundaries)
-
-
-def _boundaries_of(function: Callable[..., Any]) -> Literal["cu_seqlens", "seq_idx"] | None:
-    """Return the argument by which a package's function behind one of transformers keeps documents apart; or None."""
-    # A public way to the package's function is missing in transformers (read in 5.23 and 5.24). Without its name every
-    # document is a call of its own.
-    variables = inspect.getclosurevars(inspect.unwrap(function, stop=_is_replaced)).nonlocals
-    names = variables.get("applicable_params", ()) if variables.get("is_new_implementation") else ()
-    # Of mamba_ssm's two the other one is for states.
-    return "seq_idx" if "seq_idx" in names else "cu_seqlens" if "cu_seqlens" in names else None
+    return row
 
 
 def enter_layer(
@@ -326,6 +320,10 @@ def enter_layer(
         functions: over the shards of the group, by the original, to which others are added.
     """
     names = parameters_of(type(layer))
+    outer = _layer()
+    if "attention_mask" not in names and outer is not None and outer.group is group:
+        _running.layer = _Layer(layer, group, functions, outer.notes, outer)
+        return None
     arguments = dict(zip(names, args, strict=False)) | kwargs
     notes = noted(arguments.get("attention_mask"), label)
     if notes is None and group.size() == 1:
@@ -352,7 +350,7 @@ def enter_layer(
         args = (*args[:index], notes.columns, *args[index + 1 :])
     else:
         kwargs = {**kwargs, "attention_mask": notes.columns}
-    _running.layer = _Layer(layer, group, functions, notes, _layer())
+    _running.layer = _Layer(layer, group, functions, notes, outer)
     return args, kwargs
 
 
@@ -374,7 +372,9 @@ def exit_layer(layer: nn.Module, result: Any, name: str) -> None:
     _running.layer = running.outer
     if result is None or is_compiling():  # it is None where the forward has raised
         return
-    if names := [function for function in functions_of(type(layer)) if function not in running.called]:
+    if names := [
+        " or ".join(sorted(functions)) for functions in alternatives_of(type(layer)) if not functions & running.called
+    ]:
         raise UnsupportedError(
             f"{name}: {type(layer).__name__} did not call {', '.join(names)} as switch() left it, as if a kernel took "
             "its place, and a shard alone gives other numbers; load the model without kernels, or call switch() again"
