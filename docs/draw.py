@@ -1,11 +1,14 @@
-"""Draws docs/address_map.svg, docs/experts.svg, and of the committed figures docs/host_time.svg and docs/ratios.svg.
+"""Draws docs/address_map.svg, docs/experts.svg, docs/packages.svg, and of the committed figures docs/host_time.svg and
+docs/ratios.svg.
 
 All have a background of their own, so that they can be read on dark pages.
 """
 
+import ast
 import html
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,7 +166,103 @@ def draw_ratios() -> str:
     return picture(left + width + 30, bottom + 30, parts)
 
 
+def package_imports() -> dict[str, set[str]]:
+    """Return what each package or module right below ``tritoncomm`` imports, and the kernels, as the files say.
+
+    Imports for type checkers alone are left out, and ``__init__``, which stands for the whole.
+    """
+    graph: dict[str, set[str]] = {"tritoncomm_kernels": set()}
+    for path in sorted((ROOT / "tritoncomm").rglob("*.py")):
+        name = path.relative_to(ROOT / "tritoncomm").parts[0].removesuffix(".py")
+        if name in ("__init__", "__main__"):
+            continue
+        statements: list[ast.AST] = [ast.parse(path.read_text())]
+        while statements:
+            node = statements.pop()
+            if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+                continue
+            statements += ast.iter_child_nodes(node)
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{each}" for each in names]
+            for parts in (each.split(".") for each in names):
+                if parts[0] == "tritoncomm_kernels":
+                    graph.setdefault(name, set()).add(parts[0])
+                elif parts[0] == "tritoncomm" and len(parts) > 1:
+                    graph.setdefault(name, set()).add(parts[1])
+        graph.setdefault(name, set())
+    return {name: {each for each in imports if each in graph and each != name} for name, imports in graph.items()}
+
+
+BOX, GAP, FLOOR = 106, 14, 74
+
+
+def draw_packages() -> str:
+    """A box for each package, above all that it imports; lines to those that it does not also reach by another one."""
+    graph = package_imports()
+    floors: dict[str, int] = {}
+    below: dict[str, set[str]] = {}
+
+    def visit(name: str) -> int:
+        if name not in floors:
+            floors[name] = 1 + max([visit(each) for each in sorted(graph[name])], default=-1)
+            below[name] = graph[name].union(*(below[each] for each in graph[name]))
+        return floors[name]
+
+    rows: list[list[str]] = [[] for _ in range(1 + max(map(visit, sorted(graph))))]
+    for name in sorted(graph):
+        rows[floors[name]].append(name)
+    # A line past a floor has a place of its own there, between the boxes: a name with an arrow.
+    lines: list[list[str]] = []
+    for name in sorted(graph):
+        for each in sorted(graph[name] - set().union(*(below[other] for other in graph[name]))):
+            passed = [f"{name}>{each}@{floor}" for floor in range(floors[name] - 1, floors[each], -1)]
+            for floor, bend in zip(range(floors[name] - 1, floors[each], -1), passed, strict=True):
+                rows[floor].append(bend)
+            lines.append([name, *passed, each])
+    neighbors: dict[str, list[str]] = {}
+    for line in lines:
+        for upper, lower in pairwise(line):
+            neighbors.setdefault(upper, []).append(lower)
+            neighbors.setdefault(lower, []).append(upper)
+    widths = [sum(GAP + (0 if ">" in name else BOX) for name in row) for row in rows]
+    middles: dict[str, float] = {}
+    for _ in range(12):  # near to what is below and above
+        for row, width in zip(rows, widths, strict=True):
+            near = {name: [middles[each] for each in neighbors[name] if each in middles] for name in row}
+            row.sort(key=lambda name: (sum(near[name]) / len(near[name]) if near[name] else 0, name))
+            left = -width / 2
+            for name in row:
+                size = GAP + (0 if ">" in name else BOX)
+                middles[name], left = left + size / 2, left + size
+    width, height = 40 + max(widths), 70 + FLOOR * len(rows)
+    place = {
+        name: (middles[name] + width / 2, height - 40 - FLOOR * floor) for floor, row in enumerate(rows) for name in row
+    }
+    parts = [note(20, 26, "Packages, each above all that it imports", 14)]
+    parts.append(note(20, 44, "lines of imports that follow from others are left out", 12))
+    for line in lines:
+        (x, y), path = place[line[0]], ""
+        for name in line[1:]:
+            (end, floor), half = place[name], 0 if ">" in name else 15
+            path += f"C{x:.0f} {y + 45} {end:.0f} {floor - 45} {end:.0f} {floor - half} " + (
+                f"V{floor + 15} " if half == 0 else ""
+            )
+            x, y = end, floor
+        parts.append(f'<path d="M{place[line[0]][0]:.0f} {place[line[0]][1] + 15} {path}" stroke="#999" fill="none"/>')
+    for name in sorted(graph):
+        x, y = place[name]
+        color = COLORS[1] if name == "tritoncomm_kernels" else COLORS[0]
+        parts.append(
+            f'<rect x="{x - BOX / 2:.0f}" y="{y - 15}" width="{BOX}" height="30" rx="4" fill="{color}"/>'
+            f'<text x="{x:.0f}" y="{y + 5}" text-anchor="middle" font-size="13" fill="white">'
+            f"{name.removeprefix('tritoncomm_')}</text>"
+        )
+    return picture(round(width), height, parts)
+
+
 if __name__ == "__main__":
+    Path(__file__).with_name("packages.svg").write_text(draw_packages())
     Path(__file__).with_name("address_map.svg").write_text(draw())
     Path(__file__).with_name("experts.svg").write_text(draw_experts())
     Path(__file__).with_name("host_time.svg").write_text(draw_host_time())

@@ -23,6 +23,7 @@ PACKAGES = {
     "tensor": "tritoncomm.tensor",
     "debug": "tritoncomm.debug",
     "integrations": "tritoncomm.integrations",
+    "recurrent_experts": "tritoncomm",
 }
 LINES, COLUMNS = 90, 130
 FENCE = re.compile(r"^```\n(.*?)^```$", re.MULTILINE | re.DOTALL)

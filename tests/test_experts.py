@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import linear, silu
 
 import tritoncomm
-from tritoncomm import ArgumentError, GroupError, MismatchError, ShapeError, p2p, record
+from tritoncomm import ArgumentError, GroupError, MismatchError, ShapeError, experts, p2p, record
 from tritoncomm.core import backend
 from tritoncomm.experts import Dispatched, combine, dispatch
 
@@ -29,6 +29,17 @@ def routing_of(world: int, **changes: Any) -> Routing:
     tokens = tuple((5, 3, 0, 7, 4, 1, 6, 2)[:world])
     plain = Routing(tokens, 16, 2, 2, "even", "float32", "float32", 1, "torch", "eager", 1)
     return replace(plain, **changes)
+
+
+def test_the_example_of_sorted_rows() -> None:
+    owners, pairs = torch.tensor([[1, 0], [1, 1]]), torch.tensor([1, 3])
+    rows = experts._sort_rows(owners, pairs, torch.tensor([0]), 0)
+    assert rows.slots.tolist() == [[0, 1], [1, 3]]
+    assert rows.order.tolist() == [1, 2, 0, 3]
+    assert rows.counts.tolist() == [[1, 1, 0], [2, 3, 0]]
+    routes = experts._plan_routes(rows, [1, 2], [1, 0], 0)
+    assert routes[:3] == ((0, 2), (0, 0), 1)
+    assert routes.tokens.tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize("path", ["torch", "triton"])

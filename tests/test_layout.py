@@ -15,6 +15,7 @@ import pytest
 import tritoncomm_kernels
 
 import tritoncomm
+from docs import draw
 
 ROOT = Path(__file__).parents[1]
 # From the bottom up. A module imports from lower layers, or from what stands before it in its own.
@@ -160,6 +161,12 @@ def test_imports_go_down(path: Path) -> None:
 )
 def test_an_upward_import_is_seen(module: str, line: str) -> None:
     assert _upward(ROOT / "tritoncomm" / module, ast.parse(line))
+
+
+def test_the_picture_has_these_imports() -> None:
+    drawn = {name: imports - {"tritoncomm_kernels"} for name, imports in draw.package_imports().items()}
+    graph = {name: imports - {"__init__"} for name, imports in _package_graph().items() if name != "__main__"}
+    assert {name: imports for name, imports in drawn.items() if imports} == {k: v for k, v in graph.items() if v}
 
 
 def test_imports_have_no_circle() -> None:

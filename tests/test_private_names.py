@@ -1,4 +1,4 @@
-"""Private names of torch and of other packages: docs/design.md lists each one that is used, with its reason."""
+"""Private names of torch and of other packages: docs/private_names.md lists each one that is used, with its reason."""
 
 import ast
 import re
@@ -81,16 +81,15 @@ def used(texts: dict[Path, str]) -> dict[str, set[str]]:
 
 
 def listed(page: str) -> dict[str, set[str]]:
-    """Names of the table in docs/design.md, and the packages that it says use them."""
-    section = page.split("## Private names of torch\n", 1)[1].split("\n## ", 1)[0]
-    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in section.splitlines() if "| `" in line]
+    """Names of the table in docs/private_names.md, and the packages that it says use them."""
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in page.splitlines() if "| `" in line]
     assert all(len(row) == 5 and all(row) for row in rows), "a row has a name, packages, a reason, versions, a remedy"
     return {name: set(row[1].split(", ")) for row in rows for name in re.findall(r"`([\w.]+)`", row[0])}
 
 
 def test_every_private_name_is_listed_with_its_reason() -> None:
     found = used({path: path.read_text() for path in SOURCES})
-    assert listed((ROOT / "docs/design.md").read_text()) == found
+    assert listed((ROOT / "docs/private_names.md").read_text()) == found
 
 
 @pytest.mark.parametrize(

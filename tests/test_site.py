@@ -184,6 +184,18 @@ def test_the_rows_of_experts_are_as_they_are_drawn() -> None:
     assert (DOCS / "experts.svg").read_text() == draw.draw_experts(), "run `make docs`"
 
 
+def test_the_packages_are_as_they_are_drawn() -> None:
+    """Each above all that it imports, and no line upward."""
+    svg = (DOCS / "packages.svg").read_text()
+    assert svg == draw.draw_packages(), "run `make docs`"
+    heights = {
+        name: int(y) for y, name in re.findall(r'y="(\d+)" text-anchor="middle" font-size="13" fill="white">(\w+)', svg)
+    }
+    for name, imports in draw.package_imports().items():
+        for other in imports:
+            assert heights[name.removeprefix("tritoncomm_")] < heights[other.removeprefix("tritoncomm_")], (name, other)
+
+
 def test_every_picture_is_shown() -> None:
     shown = re.findall(r"\]\(pictures/(\w+)\.svg\)", (DOCS / "concepts.md").read_text())
     assert sorted(shown) == sorted(CASES) == sorted(path.stem for path in (DOCS / "pictures").iterdir())

@@ -37,12 +37,21 @@ class _Lists(NamedTuple):
         pairs: ``[pairs]``, ``row*slots + slot``; -1 for a row of padding.
         rows: ``[pairs]``, the row alone; -1 likewise.
         index: ``[rows, slots]``, the place of each in ``pairs``; past the end or negative if it is of another rank.
-        counts: ``[experts of this rank]``, pairs of each, padding included.
     """
 
     pairs: Tensor
     rows: Tensor
     index: Tensor
+
+
+class _ByExpert(NamedTuple):
+    """Pairs sorted by expert.
+
+    Attributes:
+        counts: ``[experts of this rank]``, pairs of each, padding included.
+    """
+
+    lists: _Lists
     counts: Tensor
 
 
@@ -54,8 +63,8 @@ class _SendRows(Function):
     def forward(
         ctx: Any, routes: RowRoutes, group: ProcessGroup, names: tuple[str, str], span: Span | None, *tensors: Tensor
     ) -> Any:
-        _keep(ctx, routes, group, names)
-        ctx.floats = min(len(tensors), 2)
+        _save_routes(ctx, routes, group, names)
+        ctx.num_differentiable = min(len(tensors), 2)  # ids have no gradient
         span = span or enter(names[0], "to_ranks", group, tensors, (None,)) or Span(names[0])
         if len(tensors) < 3:
             return tuple(to_ranks([_rows(x) for x in tensors], routes, group, span))
@@ -69,8 +78,8 @@ class _SendRows(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        sums = called(_ReturnRows, *_kept(ctx), None, *grads[: ctx.floats])
-        return None, None, None, None, *sums, *[None] * (len(grads) - ctx.floats)
+        sums = called(_ReturnRows, *_load_routes(ctx), None, *grads[: ctx.num_differentiable])
+        return None, None, None, None, *sums, *[None] * (len(grads) - ctx.num_differentiable)
 
 
 @direct
@@ -81,23 +90,23 @@ class _ReturnRows(Function):
     def forward(
         ctx: Any, routes: RowRoutes, group: ProcessGroup, names: tuple[str, str], span: Span | None, *tensors: Tensor
     ) -> Any:
-        _keep(ctx, routes, group, names)
+        _save_routes(ctx, routes, group, names)
         sizes = routes.send_counts, routes.recv_counts  # each row comes back from where it was sent
         span = span or enter(names[0], "to_tokens", group, tensors, sizes) or Span(names[0])
         return tuple(to_tokens([_rows(x) for x in tensors], routes, group, span))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, None, None, *called(_SendRows, *_kept(ctx), None, *grads)
+        return None, None, None, None, *called(_SendRows, *_load_routes(ctx), None, *grads)
 
 
-def _keep(ctx: Any, routes: RowRoutes, group: ProcessGroup, names: tuple[str, str]) -> None:
+def _save_routes(ctx: Any, routes: RowRoutes, group: ProcessGroup, names: tuple[str, str]) -> None:
     """Save what a backward needs; tensors go with the graph, and where hooks of saved tensors put them."""
     ctx.group, ctx.names, ctx.counts = group, (names[1], names[1]), routes[:3]
     ctx.save_for_backward(routes.tokens, routes.index)
 
 
-def _kept(ctx: Any) -> Sequence[Any]:
+def _load_routes(ctx: Any) -> Sequence[Any]:
     """Return the arguments that a backward shares with its forward."""
     return RowRoutes(*ctx.counts, *ctx.saved_tensors), ctx.group, ctx.names
 
@@ -114,7 +123,7 @@ class _SumRows(Function):
 
     @staticmethod
     def forward(ctx: Any, lists: _Lists, name: str, y: Tensor, weights: Tensor | None) -> Tensor:
-        _save(ctx, lists, name, [y, weights] if weights is not None else [])
+        _save_lists(ctx, lists, name, [y, weights] if weights is not None else [])
         started, (path, passes), y = record.now(), row_passes(y), _rows(y)
         weights = None if weights is None else dense(weights)
         out = y.new_empty(lists.index.shape[0], y.shape[1])
@@ -123,7 +132,7 @@ class _SumRows(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        lists, y, weights = _saved(ctx)
+        lists, y, weights = _load_lists(ctx)
         grad_weights = None if weights is None else called(_DotRows, lists, ctx.name, *grads, y)
         return None, None, called(_ScaleRows, lists, ctx.name, *grads, weights), grad_weights
 
@@ -134,7 +143,7 @@ class _ScaleRows(Function):
 
     @staticmethod
     def forward(ctx: Any, lists: _Lists, name: str, x: Tensor, weights: Tensor | None) -> Tensor:
-        _save(ctx, lists, name, [x, weights] if weights is not None else [])
+        _save_lists(ctx, lists, name, [x, weights] if weights is not None else [])
         started, (path, passes), x = record.now(), row_passes(x), _rows(x)
         out = x.new_empty(lists.pairs.shape[0], x.shape[1])
         if weights is None:
@@ -146,7 +155,7 @@ class _ScaleRows(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        lists, x, weights = _saved(ctx)
+        lists, x, weights = _load_lists(ctx)
         grad_weights = None if weights is None else called(_DotRows, lists, ctx.name, x, *grads)
         return None, None, called(_SumRows, lists, ctx.name, *grads, weights), grad_weights
 
@@ -157,7 +166,7 @@ class _DotRows(Function):
 
     @staticmethod
     def forward(ctx: Any, lists: _Lists, name: str, x: Tensor, y: Tensor) -> Tensor:
-        _save(ctx, lists, name, [x, y])
+        _save_lists(ctx, lists, name, [x, y])
         started, (path, passes) = record.now(), row_passes(x)
         out = x.new_zeros(lists.index.shape, dtype=_wide(x.dtype))
         record.add(name, path, passes.dot_rows(_rows(x), _rows(y), lists.pairs, out), 0, started)
@@ -165,20 +174,20 @@ class _DotRows(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        lists, x, y = _saved(ctx)
+        lists, x, y = _load_lists(ctx)
         return None, None, called(_SumRows, lists, ctx.name, y, *grads), called(_ScaleRows, lists, ctx.name, x, *grads)
 
 
-def _save(ctx: Any, lists: _Lists, name: str, tensors: Sequence[Tensor]) -> None:
+def _save_lists(ctx: Any, lists: _Lists, name: str, tensors: Sequence[Tensor]) -> None:
     """Save the lists and the tensors, none or two, that a backward needs."""
     ctx.group, ctx.name = None, name if name.endswith(".backward") else f"{name}.backward"
     ctx.save_for_backward(lists.pairs, lists.rows, lists.index, *tensors)
 
 
-def _saved(ctx: Any) -> Sequence[Any]:
-    """Return the lists and the tensors that ``_save`` saved, or None for each."""
+def _load_lists(ctx: Any) -> Sequence[Any]:
+    """Return the lists and the tensors that ``_save_lists`` saved, or None for each."""
     pairs, rows, index, *tensors = ctx.saved_tensors
-    return _Lists(pairs, rows, index, pairs), *(tensors or (None, None))
+    return _Lists(pairs, rows, index), *(tensors or (None, None))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -279,8 +288,9 @@ class Dispatched:
             raise ArgumentError(f"by_expert: alignment must be a positive int, not {alignment!r}")
         if self._is_summed:
             self._lists, self._is_summed = {}, False
-        lists = self._lists[alignment] = _sorted_pairs(self._ids.read("by_expert"), self._routing, alignment)
-        return ExpertRows(_ScaleRows.apply(lists, "by_expert", self._rows.read("by_expert"), None), lists.counts)
+        lists, counts = _sorted_pairs(self._ids.read("by_expert"), self._routing, alignment)
+        self._lists[alignment] = lists
+        return ExpertRows(_ScaleRows.apply(lists, "by_expert", self._rows.read("by_expert"), None), counts)
 
     @outside_graphs
     def summed(self, rows: Tensor) -> Tensor:
@@ -433,42 +443,78 @@ def _check(x: Tensor, experts: Tensor, weights: Tensor, num_experts: int, group:
         raise located(error, x.shape, name, group)
 
 
+class _SentRows(NamedTuple):
+    """Rows that this rank sends, before the ranks know each other's numbers.
+
+    Attributes:
+        order: ``[tokens*slots]``, slots of ``ranks`` sorted by the rank that the row goes to, this rank's own last, and
+            behind them the slots of none.
+        slots: ``[tokens, min(k, world)]``, ranks of each token in order and each once; ``world + 1`` is none.
+        counts: ``[world, 3]``, rows to each rank, pairs (token, expert) there, and ids of no expert.
+    """
+
+    order: Tensor
+    slots: Tensor
+    counts: Tensor
+
+
 def _route(experts: Tensor, num_experts: int, group: ProcessGroup, name: str) -> _Routing:
     """Find the rows for each rank, exchange their numbers, and wait for these on the host."""
     world, rank, (tokens, k) = group.size(), group.rank(), experts.shape
     local = num_experts // world
-    # Ids out of range are of rank ``world``: -1 is that modulo ``world + 1``.
-    owners = torch.div(experts, local, rounding_mode="floor").long().clamp_(-1, world).remainder_(world + 1)
+    owners = _bucket_of(torch.div(experts, local, rounding_mode="floor").long(), world)
     pairs = owners.new_zeros(world + 1).scatter_add_(0, owners.reshape(-1), owners.new_ones(tokens * k))
     pairs, wrong = pairs.split_with_sizes((world, 1))
     if world == 1:
         _raise_if_wrong(wrong.tolist(), num_experts, group, name)
         return _Routing(None, group, (tokens,), tokens * k, 0, local)
-    # The ranks of each token, in order and each once; ``world + 1`` is none.
-    ordered = owners.sort(1).values
-    others = ordered[:, 1:]
-    others.masked_fill_(others == ordered[:, :-1], world + 1)
+    rows = _sort_rows(owners, pairs, wrong, rank)
+    received = exchange_counts(rows.counts, group, name)
+    sent, arriving = torch.stack([rows.counts, received]).tolist()  # the host waits
+    _raise_if_wrong([count for _, _, count in arriving], num_experts, group, name)
+    routes = _plan_routes(rows, [count for count, *_ in sent], [count for count, *_ in arriving], rank)
+    counts = tuple([count for count, *_ in arriving])
+    return _Routing(routes, group, counts, sum([count for _, count, _ in arriving]), rank * local, local)
+
+
+def _bucket_of(numbers: Tensor, count: int) -> Tensor:
+    """Return, in place, numbers from 0 to ``count - 1`` as they are, and ``count`` for all others."""
+    return numbers.clamp_(-1, count).remainder_(count + 1)  # -1 is ``count`` modulo ``count + 1``
+
+
+def _sort_rows(owners: Tensor, pairs: Tensor, wrong: Tensor, rank: int) -> _SentRows:
+    """Sort the rows of each token by the ranks that they go to.
+
+    Args:
+        owners: ``[tokens, k]``, rank of each expert.
+        pairs, wrong: ``[world]`` and ``[1]``, pairs of each rank, and ids of no expert.
+
+    Example:
+        Rank 0 of two, tokens with experts on the ranks (1, 0) and (1, 1): slots (0, 1) and (1, 3). Rows to rank 1 are
+        slots 1 and 2, the one that stays is slot 0: order 1, 2, 0, 3, and counts of rows 1, 2.
+    """
+    world, k = len(pairs), owners.shape[1]
+    slots = owners.sort(1).values
+    behind = slots[:, 1:]
+    behind.masked_fill_(behind == slots[:, :-1], world + 1)
     if k > world:
-        ordered = ordered.sort(1).values[:, :world]
-    # Rows by rank, with those of this rank behind the others.
-    ranks = ordered.reshape(-1)
+        slots = slots.sort(1).values[:, :world]
+    ranks = slots.reshape(-1)
     keys, order = ranks.masked_fill(ranks == rank, world).sort(stable=True)
     rows = torch.searchsorted(keys, torch.arange(world + 2, device=keys.device)).diff()
     rows, staying = rows.split_with_sizes((world, 1))
     rows[rank : rank + 1] = staying
-    sent = torch.stack([rows, pairs, wrong.expand(world)], 1)
-    received = exchange_counts(sent, group, name)
-    sizes, arriving = torch.stack([sent, received]).tolist()  # the host waits
-    _raise_if_wrong([count for _, _, count in arriving], num_experts, group, name)
-    local_rows = sizes[rank][0]
-    counts = tuple([count for count, _, _ in arriving])
-    send, recv = ([count for count, *_ in side] for side in (sizes, arriving))
+    return _SentRows(order, slots, torch.stack([rows, pairs, wrong.expand(world)], 1))
+
+
+def _plan_routes(rows: _SentRows, send: list[int], recv: list[int], rank: int) -> RowRoutes:
+    """Return the routes once the host knows the rows to and from each rank."""
+    local = send[rank]
     send[rank] = recv[rank] = 0
-    places = torch.arange(order.shape[0], device=order.device)
-    index = torch.empty_like(order).scatter_(0, order, places).view(ordered.shape)
-    moved = torch.div(order[: sum(send) + local_rows], ordered.shape[1], rounding_mode="floor")
-    routes = RowRoutes(tuple(send), tuple(recv), local_rows, moved, index)
-    return _Routing(routes, group, counts, sum([count for _, count, _ in arriving]), rank * local, local)
+    order, slots = rows.order, rows.slots
+    index = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    tokens = torch.div(order[: sum(send) + local], slots.shape[1], rounding_mode="floor")
+    return RowRoutes(tuple(send), tuple(recv), local, tokens, index.view(slots.shape))
 
 
 def _raise_if_wrong(counts: Sequence[int], num_experts: int, group: ProcessGroup, name: str) -> None:
@@ -479,12 +525,10 @@ def _raise_if_wrong(counts: Sequence[int], num_experts: int, group: ProcessGroup
         raise ShapeError(f"{name}: experts must be from 0 to {num_experts - 1}; {wrong} that are not")
 
 
-def _sorted_pairs(ids: Tensor, routing: _Routing, alignment: int) -> _Lists:
+def _sorted_pairs(ids: Tensor, routing: _Routing, alignment: int) -> _ByExpert:
     """Sort the pairs of rows and experts of this rank by expert."""
     (rows, slots), number = ids.shape, routing.experts
-    # Experts elsewhere are number ``number``: -1 is that modulo ``number + 1``.
-    local = (ids - routing.first).clamp_(-1, number).remainder_(number + 1)
-    keys, order = local.reshape(-1).sort(stable=True)
+    keys, order = _bucket_of(ids - routing.first, number).reshape(-1).sort(stable=True)
     bounds = torch.searchsorted(keys, torch.arange(number + 1, device=keys.device, dtype=keys.dtype))
     counts, pairs = bounds.diff(), order[: routing.pairs]
     places = torch.arange(order.shape[0], device=order.device)
@@ -498,4 +542,5 @@ def _sorted_pairs(ids: Tensor, routing: _Routing, alignment: int) -> _Lists:
         places = places[: routing.pairs] + shift[keys[: routing.pairs].long()]
         index = order.new_full(order.shape, -1).scatter_(0, pairs, places)
         pairs, counts = order.new_full((total,), -1).scatter_(0, places, pairs), padded
-    return _Lists(pairs, torch.div(pairs, slots, rounding_mode="floor"), index.view(rows, slots), counts)
+    lists = _Lists(pairs, torch.div(pairs, slots, rounding_mode="floor"), index.view(rows, slots))
+    return _ByExpert(lists, counts)
