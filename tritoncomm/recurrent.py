@@ -476,8 +476,9 @@ def _boundaries(rows: tuple[Ints, ...], kind: Literal["cu_seqlens", "seq_idx"], 
 
 
 def _batch_dim(role: Exchanged | Gathered) -> int:
-    """Return the dim of the rows of a batch: the first one that has neither positions nor heads."""
-    return 0 if 0 not in role else next(dim for dim in range(4) if dim not in role)
+    """Return the dim of the rows of a batch: the first one without positions, heads or columns."""
+    roles = (role.positions, role.heads, role.columns) if isinstance(role, Exchanged) else (role.positions,)
+    return next(dim for dim in range(len(roles) + 1) if dim not in roles)
 
 
 def _joined(results: list[Any], dim: int) -> Any:

@@ -47,17 +47,17 @@ class Exchange(NamedTuple, Generic[_Pack, _Unpack]):
     Attributes:
         pack: pass from the tensors to the wire; None where the wire is the one tensor, made contiguous.
         unpack: pass from the received wire to the results; None where the wire is the one result.
-        shapes: of the results.
+        shapes: of the results; needed unless the caller has memory for what arrives.
         send_counts, recv_counts: elements to and from each rank, or rows without ``pack``; empty if all are equal.
-        bytes_sent: bytes to other ranks.
+        bytes_sent: bytes to other ranks, where nobody else counts them.
     """
 
-    pack: _Pack
-    unpack: _Unpack
-    shapes: Sequence[Ints]
-    send_counts: Ints
-    recv_counts: Ints
-    bytes_sent: int
+    pack: _Pack = None  # pyright: ignore[reportAssignmentType]
+    unpack: _Unpack = None  # pyright: ignore[reportAssignmentType]
+    shapes: Sequence[Ints] = ()
+    send_counts: Ints = ()
+    recv_counts: Ints = ()
+    bytes_sent: int = 0
 
     def run(
         self,

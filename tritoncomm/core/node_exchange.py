@@ -113,7 +113,7 @@ def _arriving(in_rows: Ints, nodes: Nodes, group: ProcessGroup, name: str, devic
     """
     sent = torch.tensor(in_rows, dtype=torch.int64, device=device)
     sizes = nodes.across([nodes.size] * nodes.count)
-    exchange = Exchange(None, None, ((nodes.world,),), sizes, sizes, 0)
+    exchange = Exchange(shapes=((nodes.world,),), send_counts=sizes, recv_counts=sizes)
     received = exchange.start((sent,), group, name, asynchronous=False).received
     # The host waits for the device here.
     return received.view(nodes.count, nodes.size).tolist()
@@ -140,7 +140,8 @@ def _even_levels(
     chunk = shape[0] // nodes.world
     row = math.prod(shape[1:])
     rows = nodes.across([size * chunk] * count)
-    first = Exchange(None, None, (shape,), rows, rows, (count - 1) * size * chunk * row * itemsize)
+    bytes_sent = (count - 1) * size * chunk * row * itemsize
+    first = Exchange(shapes=(shape,), send_counts=rows, recv_counts=rows, bytes_sent=bytes_sent)
     # The pack brings [node][local] of the rows in the middle to [local][node], and the unpack brings them back.
     turn = split_pass((count, size, chunk * row), None, 1, size, None)
     counts = nodes.inside([count * chunk * row] * size)
@@ -159,13 +160,17 @@ def _by_sizes(x: Tensor, planned: CollectivePlan, nodes: Nodes, group: ProcessGr
     # gets what the ranks of all nodes send through this rank to the ranks of its node: [node][local rank].
     ahead = [sum(in_rows[node * size : (node + 1) * size]) for node in range(count)]
     shape = (sum(map(sum, counts)), *row)
-    first = Exchange(None, None, (shape,), nodes.across(ahead), nodes.across([sum(rows) for rows in counts]), 0)
+    crossing = nodes.across([sum(rows) for rows in counts])
+    first = Exchange(shapes=(shape,), send_counts=nodes.across(ahead), recv_counts=crossing)
     middle = first.start((x,), group, name, asynchronous=False)
     # ``away`` counts the rows that this rank hands to each rank of its own node; ``arriving`` is [local rank][node].
     away = [sum(column) for column in zip(*counts, strict=True)]
     arriving = [list(out_rows[local::size]) for local in range(size)]
-    inside = nodes.inside(away), nodes.inside([sum(rows) for rows in arriving])
-    second = Exchange(None, None, ((planned.shape[0], *row),), *inside, 0)
+    second = Exchange(
+        shapes=((planned.shape[0], *row),),
+        send_counts=nodes.inside(away),
+        recv_counts=nodes.inside([sum(rows) for rows in arriving]),
+    )
     turned = _transposed(middle.received, counts)
     received = second.start((turned,), group, name, asynchronous=False).received
     _transposed(received, arriving, backend.carrier(out))

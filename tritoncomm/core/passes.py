@@ -157,10 +157,12 @@ class Pass:
             scale: factor applied before the one rounding.
             slots: views of the wire, one for each of ``whole_tensors``, where the caller has them.
         """
+        # The profiler's range ends with this function, as the name does.
         _range, first = profiler._is_profiler_enabled and record.profiler_range("pack"), tensors[0]
         if scale is not None:
             checked_scale("pack", scale, torch.float64)  # its type alone: ``put`` checks it for the wide type
-        is_lazy, is_plain = has_lazy(tensors), wire is None and scale is None and first.dtype is self.dtypes[0]
+        is_lazy = has_lazy(tensors)
+        is_plain = wire is None and scale is None and first.dtype is self.dtypes[0]
         if is_plain and not is_lazy and self.is_in_order and first.numel() == self.elements:
             # By memory, not by indices: a transposed tensor with one index of the split dim per rank is in order, too.
             return first.as_strided((self.elements,), (1,)), "view", 0

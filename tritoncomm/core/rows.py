@@ -59,7 +59,7 @@ def row_passes(x: Tensor) -> RowPasses:
 
 def exchange_counts(counts: Tensor, group: ProcessGroup, name: str) -> Tensor:
     """Send row w of ``counts``, ``[world, any]``, to rank w; return the ranks' rows for this one, on the device."""
-    return Exchange(None, None, [tuple(counts.shape)], (), (), 0).start([counts], group, name, None, False).received
+    return Exchange(shapes=[tuple(counts.shape)]).start([counts], group, name, None, False).received
 
 
 def to_ranks(tensors: Sequence[Tensor], routes: RowRoutes, group: ProcessGroup, span: Span) -> list[Tensor]:
@@ -121,7 +121,7 @@ def to_tokens(tensors: Sequence[Tensor], routes: RowRoutes, group: ProcessGroup,
 
 def _start(wire: Tensor, received: Tensor, send: Ints, recv: Ints, group: ProcessGroup, span: Span) -> StartedExchange:
     """Start the all-to-all of rows of a wire; over one rank there is nothing to send."""
-    exchange = Exchange(None, None, (), send, recv, wire.nbytes)
+    exchange = Exchange(send_counts=send, recv_counts=recv, bytes_sent=wire.nbytes)
     if group.size() == 1:
         return StartedExchange(received, None, wire, "view", 0)
     return exchange.start([wire], group, span.name, received)

@@ -308,7 +308,7 @@ class Executor:
         if self.transfers.is_disjoint:
             sends, receives = messages(wire, bucket.send), messages(received, bucket.recv)
             return backend.send_and_receive(sends, receives, group, name)
-        exchange = Exchange(None, None, (), bucket.send.counts, bucket.recv.counts, 0)  # the plan counts the bytes
+        exchange = Exchange(send_counts=bucket.send.counts, recv_counts=bucket.recv.counts)  # the plan counts the bytes
         return exchange.start((wire,), group, name, received, asynchronous).work
 
 

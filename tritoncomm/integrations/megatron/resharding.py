@@ -274,7 +274,7 @@ def _compare(
     device = backend.default_device(backend.cuda_backend(group))
     own = torch.tensor([sent, expected], dtype=torch.int64, device=device).transpose(0, 1).contiguous()
     # ``[peer, 0]`` is what goes to a peer, ``[peer, 1]`` what is expected of it; from the peers, the same of theirs.
-    theirs = Exchange(None, None, (own.shape,), (), (), 0).start((own,), group, _NAME, asynchronous=False).received
+    theirs = Exchange(shapes=(own.shape,)).start((own,), group, _NAME, asynchronous=False).received
     for peer, (sends, expects) in enumerate(theirs.tolist()):
         for source, target, there, here in ((peer, rank, sends, expected[peer]), (rank, peer, sent[peer], expects)):
             if error is None and tuple(there) != tuple(here):
