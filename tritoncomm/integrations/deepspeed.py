@@ -62,7 +62,9 @@ class DistributedAttention(nn.Module):
                 f"{name}: scatter_idx {scatter_idx} and gather_idx {gather_idx} are not heads (2) and sequence (0, 1)"
             )
         self.local_attn, self.spg, self.num_kv_heads = local_attention, sequence_process_group, num_kv_heads
-        self.scatter_idx, self.gather_idx, self.contiguous = scatter_idx, gather_idx, contiguous
+        self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
+        self.contiguous = contiguous  # whether the local attention gets contiguous copies of q, k and v
+        # Attributes that DeepSpeed's class has; there is no second stream.
         self.sp_overlap_comm, self.overlap_handles, self.sp_stream = False, None, None
 
     def layer_sync(self, layer: Any) -> None:
@@ -186,7 +188,14 @@ def _uneven(x: Tensor, to_heads: bool, seq_dim: int, kv_heads: int, group: Proce
 def _uneven_layout(
     shape: Ints, to_heads: bool, seq_dim: int, kv_heads: int, world: int, rank: int
 ) -> tuple[HeadLayout, Ints | None]:
-    """Return the layout of one tensor, and its heads and head_dim where they are one dim."""
+    """Return the layout of one tensor of q, k, v or the result, whose heads do not divide by the ranks.
+
+    Args:
+        to_heads: whether the tensor has this rank's positions of all heads; else all positions of this rank's heads.
+
+    Returns:
+        Also the numbers of heads and of columns of a tensor ``[.., heads*head_dim]`` of three dims; else None.
+    """
     if kv_heads < world:
         raise ShapeError(
             f"{kv_heads} key/value heads are fewer than the ranks, and one tensor does not say whose it is"

@@ -119,7 +119,7 @@ class PackedCopyService:
         except CommError as problem:
             error = problem
         _compare(outgoing, incoming, group, self.rank, error)
-        outgoing = _apart(outgoing, receives)
+        outgoing = _clone_overwritten(outgoing, receives)
         own = zip(incoming.pop(self.rank, ()), outgoing.pop(self.rank, ()), strict=True)
         targets, sources = [], []
         for target, source in own:
@@ -202,10 +202,14 @@ class _Wire:
                 self.memory[first:end].copy_(messages[peer])
 
 
-def _apart(outgoing: Mapping[int, Sequence[_Copy]], receives: Sequence[_Copy]) -> dict[int, list[_Copy]]:
-    """Copy the tensors to send that share memory with one to overwrite: a swap, or a later bucket, reads them after."""
+def _clone_overwritten(outgoing: Mapping[int, Sequence[_Copy]], receives: Sequence[_Copy]) -> dict[int, list[_Copy]]:
+    """Return the copies to send with clones of tensors that share memory with one to receive.
+
+    Ranks that swap a tensor, or a send in a later bucket, would read what has arrived already.
+    """
     written = sorted((start, start + x.nbytes) for x in (each.tensor for each in receives) if (start := x.data_ptr()))
-    starts, ends = [low for low, _ in written], [*accumulate((high for _, high in written), max)]
+    starts = [low for low, _ in written]
+    ends = [*accumulate((high for _, high in written), max)]  # of all ranges so far, which may be nested
 
     def is_written(x: Tensor) -> bool:
         """Whether some of the memory is overwritten."""

@@ -21,12 +21,8 @@ from tritoncomm.integrations.changes import Changes
 from tritoncomm.integrations.transformers import model_parts, recurrent_layers
 from tritoncomm.integrations.transformers.batch_notes import mark, marked, noted
 from tritoncomm.integrations.transformers.hooks import switches_of
-from tritoncomm.integrations.transformers.registration import (
-    Registration,
-    check_bidirectional,
-    registered,
-    registration,
-)
+from tritoncomm.integrations.transformers.registration import Registration, check_bidirectional, registered
+from tritoncomm.integrations.transformers.registration import registration as registration_of
 
 __all__ = ["NAME", "group_of", "register", "registries", "unregister"]
 
@@ -92,7 +88,7 @@ def group_of(name: str) -> ProcessGroup:
     Raises:
         ArgumentError: ``register`` did not add ``name``.
     """
-    return registration(name).group
+    return registration_of(name).group
 
 
 def unregister(name: str | None = None) -> None:
@@ -182,8 +178,8 @@ class _Implementation(Registration):
         """Attend: q, k, v ``[b, heads, s, d]`` of this rank's positions in, ``[b, s, heads, d]`` of them out."""
         group, groups = self.group, getattr(module, "num_key_value_groups", 1)
         if not is_compiling():
-            judged = self.judged.get(module, _UNKNOWN)
-            if judged is _UNKNOWN or (judged is not None and ((owner := judged()) is None or not owner.is_on)):
+            verdict = self.verdicts.get(module, _UNKNOWN)
+            if verdict is _UNKNOWN or (verdict is not None and ((owner := verdict()) is None or not owner.is_on)):
                 self._judge(module)
         if group.size() > 1 and not self.own_positions:
             self._check_layer(module, kwargs.get("position_ids"))
@@ -285,29 +281,33 @@ class _Implementation(Registration):
             return
         if recurrent_layers.is_inside():
             if not is_compiling():
-                self.checked.add(module)  # in the recomputation of a checkpoint no model runs
-        elif is_compiling() or module not in self.checked:
+                self.inside_of_models.add(module)  # in the recomputation of a checkpoint no model runs
+        elif is_compiling() or module not in self.inside_of_models:
             raise UnsupportedError(
                 f"{self.name}: {type(module).__name__} passes no position_ids to its attention, which therefore cannot "
                 "see whether the batch is sharded; call the model that switch() got"
             )
 
     def _judge(self, module: Any) -> None:
-        """Reject an attention of a model that was not given to ``switch``: by its model, or its config and file."""
-        model, sharded, owner = model_parts.called(), self.group.size() > 1, None
-        self.checked.discard(module)
+        """Reject an attention module that would give wrong numbers, and keep the verdict for its next call.
+
+        The model whose forward runs is judged, which may be a copy of one that ``switch`` got; outside of a forward the
+        module's config and file.
+        """
+        self.inside_of_models.discard(module)
+        is_sharded, switch = self.group.size() > 1, None
+        model = model_parts.running_model()
         if model is None:
-            problem = model_parts.wrong_attention(module, sharded)
+            problem = model_parts.wrong_attention(module, is_sharded)
         else:
-            # Also a copy of a model that switch got.
-            owner = next((x for x in switches_of(model) if x.name == self.name and x.is_on), None)
-            served = () if owner is None else recurrent_layers.recurrent_layers(model)
-            problem = model_parts.wrong_part(model, self.attention, sharded, served)
-            if problem is None and sharded and owner is None:
+            switch = next((x for x in switches_of(model) if x.name == self.name and x.is_on), None)
+            sharded_layers = () if switch is None else recurrent_layers.recurrent_layers(model)
+            problem = model_parts.wrong_part(model, self.attention, is_sharded, sharded_layers)
+            if problem is None and is_sharded and switch is None:
                 problem = model_parts.needs_switch(model)
         if problem is not None:
             raise UnsupportedError(f"{self.name}: {type(model or module).__name__}: {problem}")
-        self.judged[module] = None if owner is None else ref(owner)
+        self.verdicts[module] = None if switch is None else ref(switch)
 
     def _check(self, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
         """Reject arguments, a cache or a mask that ``attention`` cannot take once all positions are exchanged."""
@@ -355,12 +355,19 @@ class _Implementation(Registration):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Make the mask of all positions, by the mask function of ``attention``, from local lengths and offsets."""
+        """Make the mask of the whole sequence, by the mask function of ``attention``.
+
+        Args:
+            q_length: this rank's positions, by which all are counted; ``kv_length`` and offsets are those of a shard.
+
+        Returns:
+            Of packed documents a placeholder, by which ``attend`` finds them.
+        """
         positions, documents = q_length * self.group.size(), recurrent_layers.documents()
         if documents is not None:
             if kwargs.get("use_vmap"):
                 raise UnsupportedError(f"{self.name}: a mask with an overlay has no packed documents")
-            # Of the shape that layers expect, without its memory; whoever attends by it gets NaN.
+            # Of the shape that layers expect, without its memory. It is all False: attention by it gives NaN.
             mask = torch.zeros((), dtype=torch.bool, device=kwargs.get("device"))
             mask = mask.expand(batch_size, 1, positions, positions)
             mark(mask, _MadeMask(documents, kwargs))
@@ -373,8 +380,10 @@ class _Implementation(Registration):
             )
         if attention_mask is not None and attention_mask.shape[0] != batch_size:
             raise ShapeError(f"{self.name}: attention_mask {list(attention_mask.shape)} for {batch_size} rows")
-        causal_with_more = not kwargs.get("allow_is_causal_skip", True) and "allow_is_bidirectional_skip" not in kwargs
-        if self.group.size() > 1 and (causal_with_more or kwargs.get("use_vmap")):
+        # Of a causal mask transformers says whether it has further conditions; of a bidirectional one something else.
+        is_causal = "allow_is_bidirectional_skip" not in kwargs
+        has_conditions = is_causal and not kwargs.get("allow_is_causal_skip", True)
+        if self.group.size() > 1 and (has_conditions or kwargs.get("use_vmap")):
             raise UnsupportedError(
                 f"{self.name}: a mask made of local positions (position_ids that start again in a shard, overlays) is "
                 "not supported; shard_batch makes the mask of packed sequences"

@@ -56,7 +56,7 @@ class Switch:
             self.functions = recurrent_layers.Functions.of(outer, name)
             if self.functions is not None:
                 self._changes.add(self.functions.release)
-            for handle in self._hook(outer, parts, layers):
+            for handle in self._add_hooks(outer, parts, layers):
                 self._changes.add(handle.remove)
             for module in (model,) if model is outer else (model, outer):
                 for handle in self._hook_loss(module):
@@ -104,19 +104,23 @@ class Switch:
         vars(self).update(state)
         self._parts = _JudgedParts(self.name, self.has_attention)
 
-    def _hook(self, outer: Any, parts: list[nn.Module], layers: list[nn.Module]) -> Iterator[RemovableHandle]:
-        """Add hooks where a batch comes in: to the outermost model, to those in it, and to layers that need it."""
-        for layer in layers:
+    def _add_hooks(self, outer: Any, parts: list[nn.Module], recurrent: list[nn.Module]) -> Iterator[RemovableHandle]:
+        """Add hooks one by one, and yield their handles, so that a failure can remove those before.
+
+        Models check the batch and hand it down, recurrent layers compute over shards, rotary tables see the largest
+        position of the batch, and models of images or audio refuse to run.
+        """
+        for layer in recurrent:
             yield layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True)
             # Also if the forward raises, or is stopped by a checkpoint that has recomputed enough.
             yield layer.register_forward_hook(self._exit_layer, always_call=True)
-        for table in rotary_tables.by_largest(parts) if self._is_sharded else ():
+        for table in rotary_tables.chosen_by_largest(parts) if self._is_sharded else ():
             yield table.register_forward_pre_hook(self._append_largest, with_kwargs=True)
             yield table.register_forward_hook(self._cut_largest)
         yield outer.register_forward_pre_hook(self._check_batch, with_kwargs=True)
-        kind = importlib.import_module("transformers").PreTrainedModel
+        pretrained_model = importlib.import_module("transformers").PreTrainedModel
         for module in parts:
-            if isinstance(module, kind):
+            if isinstance(module, pretrained_model):
                 yield module.register_forward_pre_hook(self._traced(self._begin), with_kwargs=True)
                 yield module.register_forward_hook(self._traced(self._end), always_call=True)
         for tower in model_parts.towers(outer):
@@ -273,7 +277,7 @@ class _JudgedParts:
         parts, layers = model_parts.language_parts(model), recurrent_layers.recurrent_layers(model)
         if problem := model_parts.wrong_part(model, registered[self._name].attention, True, layers):
             raise UnsupportedError(f"{self._name}: {type(model).__name__}: {problem}")
-        for module in (*layers, *rotary_tables.by_largest(parts), *model_parts.towers(model)):
+        for module in (*layers, *rotary_tables.chosen_by_largest(parts), *model_parts.towers(model)):
             if not any(owner.name == self._name and owner.is_on for owner in _switches_at(module)):
                 raise UnsupportedError(
                     f"{self._name}: {type(module).__name__} of {type(model).__name__} is not the one that was there "
@@ -357,4 +361,4 @@ def _check_callers(name: str, model: Any, arguments: dict[str, Any]) -> None:
         if id(module) in watching:
             return
         if problem := losses.wrong_caller(module):
-            raise UnsupportedError(losses.NO_LABELS.format(label=name, problem=problem))
+            raise UnsupportedError(losses.REFUSED_LOSS.format(label=name, problem=problem))

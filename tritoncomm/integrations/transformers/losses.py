@@ -5,11 +5,8 @@ is watched: what it hands to its loss function, what this returns, and whether t
 rank would add a further term, of its own shard; a formula of the model's own would shift the labels once more.
 """
 
-import ast
 import inspect
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -18,12 +15,24 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from tritoncomm.errors import UnsupportedError
+from tritoncomm.integrations.transformers.loss_terms import forward_of, loss_terms, source_text
 from tritoncomm.integrations.transformers.model_parts import outermost, outputs_of
 
-__all__ = ["NO_LABELS", "LossCall", "check", "end", "forget", "is_plain", "owners", "traced", "watch", "wrong_caller"]
+__all__ = [
+    "REFUSED_LOSS",
+    "LossCall",
+    "check",
+    "end",
+    "forget",
+    "is_plain",
+    "owners",
+    "traced",
+    "watch",
+    "wrong_caller",
+]
 
 _ARGUMENTS = ("shift_labels", "num_items_in_batch")
-NO_LABELS = (
+REFUSED_LOSS = (
     "{label}: {problem}; here the loss has to be one sum over labels, which shards add up to. Leave labels out, and "
     "compute the loss from the logits of each position"
 )
@@ -32,7 +41,7 @@ _sums: "WeakKeyDictionary[Any, dict[Any, bool]]" = WeakKeyDictionary()
 
 
 class LossCall(NamedTuple):
-    """LossCall of a loss function.
+    """Call of a loss function, and what it returned.
 
     Attributes:
         version: of the loss; changes in place, as ``loss += term``, count it up. None where they are not looked for.
@@ -97,7 +106,7 @@ def traced(function: Callable[..., Any], is_plain: bool) -> Callable[..., Any]:
 def is_plain(module: nn.Module) -> bool:
     """Whether a module, and those in it down to the model, are classes of packages without arithmetic on a loss."""
     packages = {type(part).__module__.partition(".")[0] for part in _around(module)}
-    terms = [term for part in _around(module) for term in _terms(part) if "output_router_logits" not in term]
+    terms = [term for part in _around(module) for term in loss_terms(part) if "output_router_logits" not in term]
     return packages <= {"transformers", "peft", "torch"} and not terms and not _is_replaced(module)
 
 
@@ -141,15 +150,16 @@ def forget(modules: Iterable[nn.Module]) -> None:
 
 
 def check(
-    owner: nn.Module, calls: "list[LossCall]", arguments: Mapping[str, Any], out: Any, is_sharded: bool, label: str
+    owner: nn.Module, calls: "list[LossCall]", arguments: Mapping[str, Any], out: Any, is_sharded: bool, name: str
 ) -> None:
-    """Reject a loss that shards do not add up to.
+    """Reject the loss of a forward unless the losses of shards add up to it.
 
     Args:
-        calls: of loss functions in the forward of ``owner``.
+        calls: calls of loss functions in the forward of ``owner``.
         arguments: keywords of the forward.
-        out: what it returned; None where it has raised.
-        is_sharded: whether there are several ranks; one rank adds a further term once.
+        out: what the forward returned.
+        is_sharded: whether there are several ranks, of which each would add a further term of the loss.
+        name: in ``register``, for errors.
 
     Raises:
         UnsupportedError: the loss is not what the model's loss function returned, or this is no sum over labels.
@@ -158,7 +168,7 @@ def check(
     if loss is None or (not calls and arguments.get("labels") is None):
         return
     if problem := _wrong_loss(owner, calls, arguments, loss, is_sharded):
-        raise UnsupportedError(NO_LABELS.format(label=label, problem=problem))
+        raise UnsupportedError(REFUSED_LOSS.format(label=name, problem=problem))
 
 
 def owners(models: Iterable[nn.Module]) -> Iterator[nn.Module]:
@@ -222,7 +232,7 @@ def _wrong_loss(
             if problem := judge(call):
                 return f"{kind} has the loss {problem}"
     if is_sharded and _is_changed(calls, loss):
-        terms = [f", {term}" for module in _around(owner) for term in _terms(module)]
+        terms = [f", {term}" for module in _around(owner) for term in loss_terms(module)]
         return f"{kind} changes its loss by a further term{''.join(terms[:1])}; every rank would add its own"
     return None
 
@@ -248,7 +258,11 @@ def _is_same(x: Any, wanted: Any) -> bool:
 
 
 def _is_sum(call: LossCall) -> bool:
-    """Whether a loss function of somebody's is a sum over labels, told from four tokens and asked once."""
+    """Whether a loss function is a sum over labels: equal for four labels in another order, double for all twice.
+
+    Args:
+        call: a call of it, whose other arguments it gets again.
+    """
     logits = call.kwargs["logits"] if "logits" in call.kwargs else call.args[0] if call.args else None
     if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.numel() == 0:
         return False
@@ -256,9 +270,10 @@ def _is_sum(call: LossCall) -> bool:
     targets = torch.arange(count, device=logits.device)[None] % logits.shape[-1]
 
     def loss_of(times: int, labels: Tensor) -> Any:
-        """Return the loss of the first tokens, repeated, with all else that has a value for each token."""
+        """Return the loss of the first four tokens with these labels, all of them ``times`` times."""
 
         def repeated(x: Any) -> Any:
+            """Return the first tokens of a tensor with a value for each token, repeated."""
             is_of_tokens = isinstance(x, Tensor) and x.shape[:2] == shape
             if not is_of_tokens:
                 return x
@@ -282,7 +297,7 @@ def _is_sum(call: LossCall) -> bool:
 
 
 def _wrong_function(call: LossCall) -> str | None:
-    """Return the name of a loss function that is no sum over labels, with the reason; or None."""
+    """Return the name of a loss function that is no sum over labels, with the reason, or None; asked once for each."""
     holder = getattr(call.function, "__self__", call.function)
     function = getattr(call.function, "__func__", None)  # a method is another object in every call
     name = getattr(call.function, "__name__", type(call.function).__name__)
@@ -301,7 +316,7 @@ def _is_replaced(owner: nn.Module) -> bool:
     name = getattr(inspect.unwrap(model.forward), "__qualname__", "")
     is_of_class = name in {f"{kind.__qualname__}.forward" for kind in type(model).__mro__}
     # One on the model may bear the name of the class's, as TRL's does, and so do wrappers for mixed precision.
-    is_on_model = "forward" in vars(model) and "self.loss_function(" in _source(_forward(type(model)))
+    is_on_model = "forward" in vars(model) and "self.loss_function(" in source_text(forward_of(type(model)))
     is_language_model = any("CausalLM" in output or "LMHead" in output for output in outputs_of(model))
     return (is_on_model or not is_of_class) and is_language_model
 
@@ -324,77 +339,10 @@ def wrong_caller(module: nn.Module) -> str | None:
     if kind.__module__.startswith("torch."):
         return None
     # A router's loss is refused where its logits are asked for.
-    terms = [term for term in _terms(module) if "output_router_logits" not in term]
+    terms = [term for term in loss_terms(module) if "output_router_logits" not in term]
     is_model = outermost([module]) is not None
-    if not terms and (not is_model or "self.loss_function(" in _source(_forward(kind))):
+    if not terms and (not is_model or "self.loss_function(" in source_text(forward_of(kind))):
         return None
     reason = f"does arithmetic on its loss, {terms[0]}" if terms else "has a formula of its own for its loss"
     remedy = "; give switch() the outermost module" if hasattr(module, "set_attn_implementation") else ""
     return f"{kind.__name__} {reason}, and is not watched{remedy}"
-
-
-def _terms(module: nn.Module) -> Iterator[str]:
-    """Yield the statements of a module's forwards that do arithmetic on a loss, with their conditions."""
-    for kind in type(module).__mro__:
-        if "forward" in vars(kind) and kind is not nn.Module:
-            yield from _arithmetic(_forward(kind))
-            if ".forward(" not in _source(_forward(kind)):
-                return
-
-
-def _forward(kind: type) -> Any:
-    return inspect.unwrap(kind.forward)
-
-
-@lru_cache(maxsize=512)
-def _source(function: Any) -> str:
-    """Return the source of a function; empty where there is none."""
-    try:
-        return textwrap.dedent(inspect.getsource(function))
-    except (OSError, TypeError):
-        return ""
-
-
-@lru_cache(maxsize=512)
-def _arithmetic(function: Any) -> tuple[str, ...]:
-    """Return the statements of a function that do arithmetic on a loss, with their conditions; the last one first."""
-    try:
-        body = ast.parse(_source(function)).body
-    except SyntaxError:
-        return ()
-    texts = tuple(
-        "".join([*(f"if {condition}: " for condition in conditions), ast.unparse(statement)])
-        for statement, conditions in _statements(body, ())
-        if any(_is_loss(operand) for node in ast.walk(statement) for operand in _operands(node))
-    )
-    return texts[::-1]
-
-
-def _statements(body: Iterable[ast.AST], conditions: tuple[str, ...]) -> Iterator[tuple[ast.stmt, tuple[str, ...]]]:
-    """Yield the statements of a body that hold no others, with the conditions around them."""
-    for node in body:
-        inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.match_case)]
-        if inner:
-            within = (*conditions, ast.unparse(node.test)) if isinstance(node, ast.If) else conditions
-            yield from _statements(inner, within)
-        elif isinstance(node, ast.stmt):
-            yield node, conditions
-
-
-def _operands(node: ast.AST) -> list[ast.expr]:
-    """Return what an expression or a statement adds up, multiplies, or changes in place."""
-    if isinstance(node, ast.BinOp):
-        sides = [node.left, node.right]
-        return [] if any(isinstance(side, ast.Tuple) for side in sides) else sides  # of an output that is a tuple
-    if isinstance(node, ast.AugAssign):
-        return [node.target]
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("add_", "mul_"):
-        return [node.func.value]
-    return []
-
-
-def _is_loss(node: ast.expr) -> bool:
-    """Whether a name, an attribute or a key in an expression is that of a loss."""
-    names = [getattr(part, "id", None) or getattr(part, "attr", None) or getattr(part, "value", None)
-             for part in ast.walk(node)]  # fmt: skip
-    return any(isinstance(name, str) and "loss" in name for name in names)

@@ -27,8 +27,8 @@ from tritoncomm.integrations.transformers.sources import (
 )
 
 __all__ = [
-    "PROMPTS", "ROUTER_LOSS", "called", "callers", "counts_unpadded", "has_attention", "language_parts",
-    "learns_prompts", "needs_switch", "outermost", "outputs_of", "text_config", "towers", "unknown_part",
+    "PROMPTS", "ROUTER_LOSS", "callers", "counts_unpadded", "has_attention", "language_parts", "learns_prompts",
+    "needs_switch", "outermost", "outputs_of", "running_model", "text_config", "towers", "unknown_part",
     "wrong_addition", "wrong_attention", "wrong_part",
 ]  # fmt: skip
 
@@ -46,12 +46,12 @@ _BY_TOKEN = re.compile(
 _BY_SEQUENCE = re.compile(r"\w*(SequenceClassif|MultipleChoice|NextSentence|PreTraining|DoubleHeads)\w*")
 
 
-def wrong_part(model: Any, attention: str, sharded: bool, served: Collection[nn.Module] = ()) -> str | None:
+def wrong_part(model: Any, attention: str, sharded: bool, sharded_layers: Collection[nn.Module] = ()) -> str | None:
     """Return why a model would give wrong numbers, or None.
 
     Args:
         sharded: whether there are several ranks.
-        served: recurrent layers that compute over shards.
+        sharded_layers: recurrent layers that compute over shards.
     """
     if sharded and (problem := next(filter(None, map(_wrong_adapters, model.modules())), None)):
         return problem
@@ -64,9 +64,9 @@ def wrong_part(model: Any, attention: str, sharded: bool, served: Collection[nn.
         return problem
     if not sharded:
         return None
-    if problem := recurrences.wrong_layer(served) or _wrong_kinds(config, model, served):
+    if problem := recurrences.wrong_layer(sharded_layers) or _wrong_kinds(config, model, sharded_layers):
         return problem
-    if getattr(model, "_is_stateful", False) and not served:
+    if getattr(model, "_is_stateful", False) and not sharded_layers:
         return "it has a state that runs along the sequence, and would stop at the end of every shard"
     if getattr(config, "output_router_logits", False) or getattr(model.config, "output_router_logits", False):
         return f"output_router_logits: {ROUTER_LOSS}; set it to False"
@@ -74,7 +74,7 @@ def wrong_part(model: Any, attention: str, sharded: bool, served: Collection[nn.
         return problem
     if problem := next(filter(None, map(_wrong_draws, parts)), None):
         return problem
-    right = {id(part) for layer in served for part in layer.modules()}
+    right = {id(part) for layer in sharded_layers for part in layer.modules()}
     mixers = sorted({type(module).__name__ for module in _mixers(parts) if id(module) not in right})
     if mixers and not _kinds(config):
         return f"{', '.join(mixers)} in its layers mixes positions, and would stop at the end of every shard"
@@ -159,15 +159,15 @@ def _kinds(config: Any) -> set[str]:
     return {str(kind) for kind in getattr(config, "layer_types", None) or ()}
 
 
-def _wrong_kinds(config: Any, model: nn.Module, served: Collection[nn.Module]) -> str | None:
+def _wrong_kinds(config: Any, model: nn.Module, sharded_layers: Collection[nn.Module]) -> str | None:
     """Return the reason why a kind of layer in a config is not known to be right over shards; None without one.
 
     Args:
-        served: recurrent layers that compute over shards; a layer with one of them is right whatever its kind.
+        sharded_layers: recurrent layers that compute over shards; a layer with one of them is right whatever its kind.
     """
     kinds = getattr(config, "layer_types", None) or ()
     odd = _kinds(config) - _ATTENTION - _BY_POSITION
-    right = set(map(id, served))
+    right = set(map(id, sharded_layers))
     for layers in model.modules() if odd and right else ():
         if isinstance(layers, nn.ModuleList) and len(layers) == len(kinds):
             holds = [not right.isdisjoint(map(id, layer.modules())) for layer in layers]
@@ -213,7 +213,7 @@ def outermost(modules: Iterable[Any]) -> Any | None:
     return next((module for module in modules if isinstance(module, kind)), None)
 
 
-def called() -> Any | None:
+def running_model() -> Any | None:
     """Return the outermost model of transformers whose forward is running in this thread; None outside of one."""
     owners, frame = [], sys._getframe(1)
     while frame is not None:
@@ -334,7 +334,7 @@ def callers(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
 
 def needs_switch(model: nn.Module) -> str | None:
     """Return the reason why a model needs the hooks of ``switch`` over shards, or None."""
-    if rotary_tables.by_largest(language_parts(model)):
+    if rotary_tables.chosen_by_largest(language_parts(model)):
         return "its rotary tables are chosen by the largest position; give the model to switch()"
     if counts_unpadded(model) is not None:
         return "it numbers positions by its padding mask; give the model to switch()"

@@ -251,14 +251,14 @@ def unknown_of(kind: type[nn.Module]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def wrong_layer(served: Collection[nn.Module]) -> str | None:
+def wrong_layer(sharded_layers: Collection[nn.Module]) -> str | None:
     """Return the reason why a recurrent layer is wrong over shards, or None.
 
     Args:
-        served: recurrent layers that compute over shards.
+        sharded_layers: recurrent layers that compute over shards.
     """
-    nested = {id(part) for layer in served for part in layer.modules() if part is not layer}
-    for layer in served:
+    nested = {id(part) for layer in sharded_layers for part in layer.modules() if part is not layer}
+    for layer in sharded_layers:
         kind = type(layer)
         if "attention_mask" not in inspect.signature(kind.forward).parameters and id(layer) not in nested:
             return f"{kind.__name__} takes no attention_mask, by which it would get the documents of a batch"

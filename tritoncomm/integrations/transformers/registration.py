@@ -29,10 +29,10 @@ class Registration:
         self.group, self.name, self.attention, self.own_positions = group, name, attention, own_positions
         self.functions: dict[Any, Callable[..., Any]] = {}
         self.changes = Changes()
-        # Modules of models that were found right, as long as the switch is on that it took; None for none. A switch
-        # knows its modules, so that a value would keep its key.
-        self.judged: WeakKeyDictionary[Any, ref[Any] | None] = WeakKeyDictionary()
-        self.checked: WeakSet[Any] = WeakSet()  # those without positions, in a model that checks the batch
+        # Modules of models that are right as long as this switch is on; None: whatever is on. A switch knows its
+        # modules, so that a value would keep its key.
+        self.verdicts: WeakKeyDictionary[Any, ref[Any] | None] = WeakKeyDictionary()
+        self.inside_of_models: WeakSet[Any] = WeakSet()  # attention without positions, whose model checks the batch
 
     def check_positions(self, module: Any, position_ids: Any) -> None:
         """Reject position ids that ``shard_batch`` did not make for this group: the batch may not be sharded."""

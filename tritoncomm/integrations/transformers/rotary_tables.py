@@ -17,7 +17,7 @@ from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.integrations.transformers.batch_notes import noted
 from tritoncomm.integrations.transformers.recurrent_layers import parameters_of
 
-__all__ = ["append_largest", "by_largest", "cut_largest", "wrong_table"]
+__all__ = ["append_largest", "chosen_by_largest", "cut_largest", "wrong_table"]
 
 # Types of which each row follows from its position alone, and types that read the largest position.
 _BY_POSITION = {"default", "linear", "yarn", "llama3", "ntk_alpha", "proportional"}
@@ -37,7 +37,7 @@ def wrong_table(parts: Iterable[nn.Module]) -> str | None:
     return None
 
 
-def by_largest(parts: Iterable[nn.Module]) -> list[nn.Module]:
+def chosen_by_largest(parts: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules whose tables depend on the largest position."""
     return [
         module

@@ -71,7 +71,7 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
         if ours is not None:
             added = Switch(model, outer, name, has_attention)
             configs.add(added.undo)
-            ours.judged.update(dict.fromkeys(model.modules(), ref(added)))
+            ours.verdicts.update(dict.fromkeys(model.modules(), ref(added)))
     # From the last to the first: what raises keeps none from running.
     ended.add(lambda: remove_unused(model.modules()))
     ended.add(lambda: losses.forget(model.modules()))
