@@ -10,7 +10,7 @@ from verify_recipes import Fault
 
 from tritoncomm import recurrent
 from tritoncomm.integrations.transformers import batch as sequence_batch
-from tritoncomm.integrations.transformers import recurrent_layers
+from tritoncomm.integrations.transformers import recurrences, recurrent_layers
 from tritoncomm.integrations.transformers.batch_notes import BatchNotes
 
 __all__ = ["MISTAKES", "Mistake", "make"]
@@ -38,7 +38,7 @@ _by_heads, _halo = recurrent.by_heads, recurrent._halo
 
 def _without_exchange() -> Iterator[None]:
     with (
-        mock.patch.object(recurrent_layers, "_over_shards", lambda name, original: original),
+        mock.patch.object(recurrent_layers, "_over_shards", lambda module, name, original: original),
         mock.patch.object(recurrent_layers, "exit_layer", return_value=None),  # which refuses this
     ):
         yield
@@ -48,7 +48,7 @@ def _through_documents() -> Iterator[None]:
     def by_heads(*args: Any) -> Callable[..., Any]:
         return lambda *xs, documents=None, **kwargs: _by_heads(*args)(*xs, **kwargs)
 
-    with mock.patch.object(recurrent_layers, "by_heads", by_heads):
+    with mock.patch.object(recurrences, "by_heads", by_heads):
         yield
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tritoncomm.errors import ArgumentError
-from tritoncomm.integrations.transformers.batch_notes import BatchNotes, note, noted
+from tritoncomm.integrations.transformers.batch_notes import BatchNotes, notes_of, write_notes
 
 VIEWS: list[Callable[[Tensor, random.Random], Tensor]] = [
     lambda x, draw: x[draw.randint(0, x.shape[0]) :],
@@ -40,7 +40,7 @@ def noted_tensor(draw: random.Random) -> tuple[Tensor, BatchNotes]:
     marks = (x if x.dim() == 2 else x[0])[:, 0]
     notes = BatchNotes(shape=(rows, positions), documents=[[0, int(mark)] for mark in marks], largest=marks.clone())
     notes = notes.complete((x if x.dim() == 2 else x[0]).clone(), (x if x.dim() == 2 else x[0]).clone())
-    note(x, notes)
+    write_notes(x, notes)
     return x, notes
 
 
@@ -58,7 +58,7 @@ def test_views(seed: int) -> None:
             if view.dim() and view.numel():
                 view = draw.choice(VIEWS)(view, draw)
         try:
-            found = noted(view, "test")
+            found = notes_of(view, "test")
         except ArgumentError:
             whole_rows = view.dim() and view.shape[-1] == x.shape[-1] and view.numel()
             flat = view.reshape(-1, x.shape[-1]).tolist() if whole_rows else []
@@ -83,7 +83,7 @@ def test_views(seed: int) -> None:
         assert found.layer_mask[:, 0].tolist() == marks
         assert found.counted is not None
         assert found.counted[:, 0].tolist() == marks
-        own, of_counted = noted(found.layer_mask, "mask"), noted(found.counted, "positions")
+        own, of_counted = notes_of(found.layer_mask, "mask"), notes_of(found.counted, "positions")
         assert own is not None
         assert of_counted is not None
         assert (own.documents, own.layer_mask, own.counted) == (found.documents, None, None)
@@ -98,18 +98,18 @@ def test_views(seed: int) -> None:
 
 def test_views_of_other_tensors_have_no_notes() -> None:
     x = noted_tensor(random.Random(0))[0]
-    assert noted(None, "test") is noted(x.clone(), "test") is noted(x[torch.tensor([0])], "test") is None
-    assert noted(torch.arange(4), "test") is None
+    assert notes_of(None, "test") is notes_of(x.clone(), "test") is notes_of(x[torch.tensor([0])], "test") is None
+    assert notes_of(torch.arange(4), "test") is None
 
 
 def test_rows_are_selected_once_and_one_document_is_none() -> None:
     x = torch.arange(12).view(3, 4)
-    note(x, BatchNotes(shape=(3, 4), documents=[[0, 2], [0], [0]], padded=1, group="g"))
-    first = noted(x[:2], "test")
-    assert first is noted(x[:2].view(2, 4), "test")
+    write_notes(x, BatchNotes(shape=(3, 4), documents=[[0, 2], [0], [0]], padded=1, group="g"))
+    first = notes_of(x[:2], "test")
+    assert first is notes_of(x[:2].view(2, 4), "test")
     assert first is not None
     assert (first.documents, first.padded, first.group) == ([[0, 2], [0]], 1, "g")
-    alone = noted(x[1:], "test")
+    alone = notes_of(x[1:], "test")
     assert alone is not None
     assert alone.documents is None
 
@@ -117,7 +117,7 @@ def test_rows_are_selected_once_and_one_document_is_none() -> None:
 def test_notes_are_freed_with_their_batch() -> None:
     """Without a collection of cycles: memory of batches that are gone would stay until then."""
     x, notes = noted_tensor(random.Random(1))
-    found = noted(x[:1], "test")
+    found = notes_of(x[:1], "test")
     assert found is not None
     tensors = [notes.layer_mask, notes.counted, found.layer_mask, found.counted]
     kept = [weakref.ref(tensor.untyped_storage()) for tensor in tensors if tensor is not None]

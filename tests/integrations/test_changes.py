@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections import UserDict
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -71,6 +72,45 @@ def test_undo_puts_back_what_there_was() -> None:
     assert vars(holder) == {"first": "before"}
     assert mapping == {"kept": 1}
     assert not layer._forward_hooks
+
+
+class Descriptors:
+    """A property with a setter, and a slot, of which an instance's ``vars`` know nothing."""
+
+    __slots__ = ("__weakref__", "slot", "under")
+
+    @property
+    def reduce(self) -> Any:
+        return self.under
+
+    @reduce.setter
+    def reduce(self, value: Any) -> None:
+        self.under = value
+
+
+def test_attributes_that_are_not_in_vars() -> None:
+    """Parameters, buffers and parts of a module, properties, slots, and attributes of an object that is a mapping."""
+    module, described, mapping = nn.Sequential(nn.Linear(2, 2)), Descriptors(), UserDict({"reduce": "key"})
+    module.register_parameter("weight", nn.Parameter(torch.ones(1)))
+    module.register_buffer("table", torch.ones(1))
+    described.reduce = described.slot = "theirs"
+    mapping.reduce = "theirs"  # pyright: ignore[reportAttributeAccessIssue]
+    cases: list[tuple[Any, str, Any]] = [
+        (module, "0", nn.Identity()), (module, "weight", nn.Parameter(torch.zeros(1))),
+        (module, "table", torch.zeros(1)), (described, "reduce", "ours"), (described, "slot", "ours"),
+        (mapping, "reduce", "ours"),
+    ]  # fmt: skip
+    before = [getattr(holder, name) for holder, name, _ in cases]
+    made = Changes()
+    for holder, name, value in cases:
+        made.set_attribute(holder, name, value)
+        assert getattr(holder, name) is value
+    described.slot = "somebody's"
+    assert [(left.name, left.value) for left in made.undo()] == [("slot", "somebody's")]
+    described.slot = "theirs"
+    assert all(getattr(holder, name) is value for (holder, name, _), value in zip(cases, before, strict=True))
+    assert dict(mapping) == {"reduce": "key"}
+    assert list(module.state_dict()) == ["weight", "table", "0.weight", "0.bias"]
 
 
 def test_what_somebody_has_replaced_since_stays() -> None:

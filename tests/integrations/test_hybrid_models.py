@@ -580,7 +580,7 @@ def test_the_table_has_all_functions_and_kinds_of_layers() -> None:
 
 @pytest.mark.ranks(2)
 def test_a_function_that_nobody_knows_is_refused(group: ProcessGroup) -> None:
-    """What a package may replace mixes positions; a release with a sixth function has to be looked at."""
+    """What a package may replace mixes positions; a release with another function has to be looked at."""
     model = tiny("qwen3_next")
     registered = ours.register(group)
     recurrence = recurrences.RECURRENCES

@@ -4,12 +4,14 @@ What belongs to one owner is a list of changes, undone from the last to the firs
 of a module, is replaced once, and put back when the last of them goes, in whatever order they came.
 """
 
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from torch import nn
 from torch._guards import CompileContext
 
 from tritoncomm.errors import UnsupportedError
@@ -34,27 +36,32 @@ class Change(NamedTuple):
 
 
 class Changes:
-    """Changes of one owner; as a context manager it undoes them if the block raises.
+    """Changes of one owner, each with its undo.
 
-    A copy by ``deepcopy`` or ``pickle``, together with the module that has the hooks, removes those of the copy.
+    As a context manager it undoes them if the block raises, and keeps them otherwise: the owner calls ``undo``. A copy
+    by ``deepcopy`` or ``pickle``, together with the module that has the hooks, removes those of the copy; attributes
+    and keys are set on one object, and a list with them cannot be copied.
     """
 
     def __init__(self) -> None:
         self._undos: list[Callable[[], list[Change] | None]] = []
 
     def add(self, undo: Callable[[], list[Change] | None]) -> None:
-        """Add a change that was made, by its undo, such as ``handle.remove`` of a hook; it may be called twice."""
+        """Add the undo of a change, such as ``handle.remove`` of a hook.
+
+        Add it before a change that may stop halfway. It may be called twice, and then does nothing.
+        """
         self._undos.append(undo)
 
     def set_attribute(self, holder: Any, name: str, value: Any) -> None:
-        """Set an attribute of an object, which is referred to weakly."""
-        entry = _Entry(weakref.ref(holder), name, vars(holder).get(name, _NOTHING), value)
+        """Set an attribute of an object, which is referred to weakly; also a parameter or a part of a module."""
+        entry = _Entry(weakref.ref(holder), name, _attribute(holder, name), value, is_key=False)
         self._undos.append(entry.undo)  # first: an interrupt may come right after the change
         setattr(holder, name, value)
 
     def set_entry(self, mapping: MutableMapping[str, Any], key: str, value: Any) -> None:
         """Set the value of a key."""
-        entry = _Entry(lambda: mapping, key, mapping.get(key, _NOTHING), value)
+        entry = _Entry(lambda: mapping, key, mapping.get(key, _NOTHING), value, is_key=True)
         self._undos.append(entry.undo)
         mapping[key] = value
 
@@ -106,26 +113,38 @@ class Changes:
             raise
 
 
-class _Entry:
-    """Attribute or key that is set."""
+def _attribute(holder: Any, name: str) -> Any:
+    """Return an attribute that an object has for itself; ``_NOTHING`` where its class alone has one."""
+    own = getattr(holder, "__dict__", {})
+    if name in own:
+        return own[name]
+    if hasattr(inspect.getattr_static(type(holder), name, None), "__set__"):  # a property, or a slot
+        return getattr(holder, name, _NOTHING)
+    if isinstance(holder, nn.Module):  # has its parameters, buffers and parts elsewhere
+        tensors = {**dict(holder.named_parameters(recurse=False)), **dict(holder.named_buffers(recurse=False))}
+        return {**dict(holder.named_children()), **tensors}.get(name, _NOTHING)
+    return _NOTHING
 
-    def __init__(self, holder: Callable[[], Any], name: str, before: Any, value: Any) -> None:
-        self.holder, self.name, self.before, self.value = holder, name, before, value
+
+class _Entry:
+    """Attribute of an object, or key of a mapping, that is set."""
+
+    def __init__(self, holder: Callable[[], Any], name: str, before: Any, value: Any, is_key: bool) -> None:
+        self.holder, self.name, self.before, self.value, self.is_key = holder, name, before, value, is_key
 
     def undo(self) -> list[Change]:
         """Set the value before; leave and return one that somebody else has set since."""
         holder = self.holder()
         if holder is None:
             return []
-        is_mapping = isinstance(holder, MutableMapping)
-        current = (holder if is_mapping else vars(holder)).get(self.name, _NOTHING)
+        current = holder.get(self.name, _NOTHING) if self.is_key else _attribute(holder, self.name)
         if current is self.before:
             return []
         if current is not self.value:
             return [Change(holder, self.name, None if current is _NOTHING else current)]
-        if is_mapping and self.before is _NOTHING:
+        if self.is_key and self.before is _NOTHING:
             del holder[self.name]
-        elif is_mapping:
+        elif self.is_key:
             holder[self.name] = self.before
         elif self.before is _NOTHING:
             delattr(holder, self.name)

@@ -151,19 +151,24 @@ class _SeqAllToAll:
         is_fwd: bool = True,
         num_kv_heads: int | None = None,
     ) -> Tensor:
-        """Exchange one tensor; ``num_kv_heads`` says how heads that do not divide are split.
+        """Exchange one tensor, its heads for the sequence or back, as ``scatter_idx`` says.
+
+        Args:
+            num_kv_heads: groups in which heads are split that do not divide by the ranks.
 
         Raises:
+            ArgumentError: a ``batch_dim_idx`` that is not 0 or 1.
             UnsupportedError: a ``handle``, DeepSpeed's sign for overlap on a stream of its own.
             ShapeError: a sequence or heads that cannot be split.
         """
         name = "_SeqAllToAll"
         _refuse_overlap(name, "handle", handle)
         _check_batch_dim(batch_dim_idx, name)
-        seq_dim, world, to_heads = 1 - batch_dim_idx, group.size(), scatter_idx >= HEAD_DIM
+        seq_dim = 1 - batch_dim_idx
+        to_heads = scatter_idx >= HEAD_DIM
         if num_kv_heads is None and to_heads:
-            num_kv_heads = input.shape[HEAD_DIM]
-        if num_kv_heads is None or num_kv_heads % world == 0:
+            num_kv_heads = input.shape[HEAD_DIM]  # on the way back the shape has the heads of this rank alone
+        if num_kv_heads is None or num_kv_heads % group.size() == 0:
             dims = (HEAD_DIM, seq_dim) if to_heads else (seq_dim, HEAD_DIM)
             return all_to_all_dims(input, *dims, group)
         return _uneven(input, to_heads, seq_dim, num_kv_heads, group, name)
@@ -204,11 +209,14 @@ def _uneven_layout(
     if to_heads:
         if shape[HEAD_DIM] % kv_heads:
             raise ShapeError(f"{shape[HEAD_DIM]} heads are no multiple of {kv_heads} key/value heads")
-        per, positions, columns = shape[HEAD_DIM] // kv_heads, shape[seq_dim], None
+        per = shape[HEAD_DIM] // kv_heads
+        positions = shape[seq_dim]
+        columns = None
     else:
         # Back to the sequence: only this rank's share of the heads is in the shape, so its kv groups give the heads of
         # a group.
-        own, positions = groups.sizes[rank], split_evenly(shape, seq_dim, world)
+        own = groups.sizes[rank]
+        positions = split_evenly(shape, seq_dim, world)
         if shape[HEAD_DIM] % own:
             raise ShapeError(f"dim 2 of size {shape[HEAD_DIM]} is no multiple of this rank's {own} key/value heads")
         columns = (own, shape[HEAD_DIM] // own) if len(shape) == 3 else None
@@ -234,7 +242,8 @@ def _check_batch_dim(batch_dim_idx: int, name: str) -> None:
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return ``x * cos + rotate(x) * sin`` of the first ``cos.shape[-1]`` columns; rotate swaps the halves of them."""
     width = cos.shape[-1]
-    rotary, rest = x[..., :width], x[..., width:]
+    rotary = x[..., :width]
+    rest = x[..., width:]
     first, second = rotary.chunk(2, -1)
     rotary = rotary * cos + torch.cat((-second, first), -1) * sin
     return torch.cat((rotary, rest), -1) if rest.shape[-1] else rotary

@@ -120,7 +120,8 @@ class _ReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool
     ) -> Any:
         """Sum by the reduce-scatter that was there before; scale by a kernel where the backend has no PREMUL_SUM."""
-        name, scale = backend.backend_name(group, input_tensor), _op_and_scale(op)[1]
+        name = backend.backend_name(group, input_tensor)
+        scale = _op_and_scale(op)[1]
         if scale is None or backend.is_nccl(name):
             return self._before(output_tensor, input_tensor, group, op, async_op)
         return self._before(output_tensor, input_tensor.mul_(scale), group, ReduceOp.SUM, async_op)
@@ -229,7 +230,8 @@ def _check(label: str, group: Any, options: _Options, name: str) -> None:
     """Reject a parameter group whose gradients do not have the wire's dtype, or are not summed in fp32."""
     if group.mesh_info.shard_mesh_dim is None:
         raise UnsupportedError(f"{label} replicates its parameters, and has no reduce-scatter")
-    policy, trained = group.mp_policy, [each.sharded_param for each in group.fsdp_params]
+    policy = group.mp_policy
+    trained = [each.sharded_param for each in group.fsdp_params]
     computed = {policy.param_dtype or parameter.dtype for parameter in trained if parameter.requires_grad}
     if not computed <= {options.wire} or policy.reduce_dtype is not torch.float32:
         raise UnsupportedError(

@@ -56,7 +56,7 @@ class FrozenLinear:
     """
 
     def __init__(self, theirs: Any, resolve_group: ResolveGroup) -> None:
-        self._theirs, self._resolve_group = theirs, resolve_group
+        self._megatron_function, self._resolve_group = theirs, resolve_group
 
     def __call__(
         self,
@@ -75,7 +75,7 @@ class FrozenLinear:
         """Return ``input @ weight.t() + bias``, by our autograd function or by Megatron's."""
         is_deferred = grad_output_buffer is not None or wgrad_deferral_limit is not None
         if not is_ours(input, weight, gtp_remat_size, output_dtype, is_deferred):
-            return self._theirs(
+            return self._megatron_function(
                 input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group,
                 grad_output_buffer, wgrad_deferral_limit, **later_keywords(gtp_remat_size, output_dtype),
             )  # fmt: skip
@@ -103,13 +103,13 @@ class FrozenLinear016(FrozenLinear):
         wgrad_deferral_limit: None = None,
         async_grad_allreduce: bool | None = None,
     ) -> Tensor:
-        """Return ``input @ weight.t() + bias``, by Megatron's function if ``async_grad_allreduce`` is given."""
+        """Return ``input @ weight.t() + bias``, always by Megatron's function if ``async_grad_allreduce`` is given."""
         arguments = (
             input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group,
             grad_output_buffer, wgrad_deferral_limit,
         )  # fmt: skip
-        if async_grad_allreduce is not None:
-            return self._theirs(*arguments, async_grad_allreduce)
+        if async_grad_allreduce is not None:  # deprecated: Megatron's own function warns of it
+            return self._megatron_function(*arguments, async_grad_allreduce)
         return super().__call__(*arguments)
 
 

@@ -105,7 +105,8 @@ class ReduceScatterWithFP32Accumulation:
         if input_tensor.dtype not in wire_sum.WIRES or not all(x.is_contiguous() for x in tensors):
             more = {} if scratch is None else {"all_to_all_output_tensor": scratch}
             return self._theirs(output_tensor, input_tensor, op, group, async_op, **more)
-        name, asked = "reduce_scatter_with_fp32_accumulation", (input_tensor.dtype, None, "flat")
+        name = "reduce_scatter_with_fp32_accumulation"
+        asked = (input_tensor.dtype, None, "flat")
         if scratch is not None and (scratch.dtype, scratch.shape) != (input_tensor.dtype, input_tensor.shape):
             raise ArgumentError(f"{name}: all_to_all_output_tensor must be like the input, not {list(scratch.shape)}")
         _, handle = wire_sum.reduce_scatter(

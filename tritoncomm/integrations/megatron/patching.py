@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tritoncomm import variables
 from tritoncomm.errors import ArgumentError
@@ -35,7 +36,8 @@ class Report:
     kept: tuple[str, ...]
 
     def __str__(self) -> str:
-        modules, names = {module for module, _ in self.replaced}, sorted({name for _, name in self.replaced})
+        modules = {module for module, _ in self.replaced}
+        names = sorted({name for _, name in self.replaced})
         head = f"megatron-core {self.version}: {len(self.replaced)} names in {len(modules)} modules replaced"
         lines = [f"ours: {', '.join(names)}"] * bool(names) + [f"kept: {line}" for line in self.kept]
         indents = {"initial_indent": "  ", "subsequent_indent": "    ", "break_long_words": False}
@@ -56,6 +58,17 @@ class _Active:
         return Report(self.version, tuple(sorted(self.rebinding.names)), self.kept)
 
 
+class _Context(NamedTuple):
+    """A block of ``patched`` that is open.
+
+    Attributes:
+        token: tells blocks with equal options apart.
+    """
+
+    token: object
+    options: Options
+
+
 class _State:
     """Requested patch (``base``, or the last open context) and the active one.
 
@@ -66,30 +79,32 @@ class _State:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.base: Options | None = None
-        self.contexts: list[tuple[object, Options]] = []
+        self.contexts: list[_Context] = []
         self.active: _Active | None = None
         self.originals = Originals(lambda: None if self.active is None else self.active.rebinding)
 
     def settle(self) -> None:
-        """Apply the requested patch, all or nothing."""
-        requested = self.contexts[-1][1] if self.contexts else self.base
-        if variables.MEGATRON.value == "off":
-            requested = None
-        before = self.active
-        if before is not None and before.options == requested:
-            swaps, kept = swaps_of(before.options, self.originals)
-            before.rebinding.extend(swaps)
-            before.rebinding.apply()  # modules that were imported or reloaded since
-            self.active = replace(before, kept=kept)
+        """Apply the requested patch in place of the active one; if it fails, bind the active one again."""
+        requested, active = self._requested(), self.active
+        if active is not None and active.options == requested:
+            swaps, kept_lines = swaps_of(active.options, self.originals)
+            active.rebinding.extend(swaps)
+            active.rebinding.apply()  # modules that were imported or reloaded since
+            self.active = replace(active, kept=kept_lines)
             return
-        # All or nothing: if the requested patch fails, the earlier one is bound again.
-        redo = None if before is None else before.rebinding.undo()
+        bind_again = None if active is None else active.rebinding.undo()
         try:
             self.active = None if requested is None else _activate(requested)
         except BaseException:
-            if redo is not None:
-                redo()
+            if bind_again is not None:
+                bind_again()
             raise
+
+    def _requested(self) -> Options | None:
+        """Return the options of the block entered last, else those of ``patch``; None without, or if off."""
+        if variables.MEGATRON.value == "off":
+            return None
+        return self.contexts[-1].options if self.contexts else self.base
 
 
 _state = _State()
@@ -175,9 +190,10 @@ def patched(
 
     Blocks may be nested, and may overlap in several threads: the one entered last decides.
     """
-    token, options = object(), _options(cross_entropy, packages, strict)
+    token = object()
+    options = _options(cross_entropy, packages, strict)
     with _state.lock:
-        _state.contexts.append((token, options))
+        _state.contexts.append(_Context(token, options))
         try:
             _state.settle()
         except BaseException:
@@ -188,8 +204,8 @@ def patched(
         yield report
     finally:
         with _state.lock:
-            if any(each is token for each, _ in _state.contexts):  # no unpatch() in between
-                _state.contexts = [each for each in _state.contexts if each[0] is not token]
+            if any(context.token is token for context in _state.contexts):  # no unpatch() in between
+                _state.contexts = [context for context in _state.contexts if context.token is not token]
                 _state.settle()
 
 

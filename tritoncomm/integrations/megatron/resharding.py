@@ -73,7 +73,8 @@ class PackedCopyService:
             ) from error
         base.CopyService.register(PackedCopyService)
         self.group = group
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
         self._bucket_bytes = bucket_bytes
         self._sends: list[_Copy] = []
         self._receives: list[_Copy] = []
@@ -112,7 +113,8 @@ class PackedCopyService:
         group = dist.group.WORLD if self.group is None else self.group
         if group is None:
             raise GroupError(f"{_NAME}: the process groups were destroyed")
-        outgoing, incoming = _by_peer(sends), _by_peer(receives)
+        outgoing = _by_peer(sends)
+        incoming = _by_peer(receives)
         error: CommError | None = None
         try:
             _check([*sends, *receives])
@@ -145,12 +147,14 @@ class PackedCopyService:
         for turn in range(max(map(len, (*sending.values(), *receiving.values())), default=0)):
             now = {peer: buckets[turn] for peer, buckets in sending.items() if turn < len(buckets)}
             then = {peer: buckets[turn] for peer, buckets in receiving.items() if turn < len(buckets)}
-            packed, arriving = _Wire(now), _Wire(then)
+            packed = _Wire(now)
+            arriving = _Wire(then)
             if packed.tensors:
                 _, path, more = packed.copies.pack(packed.tensors, packed.memory)
                 copied, sent = copied + more, sent + packed.memory.nbytes
             through_host = backend.cuda_backend(group) in ("", "gloo")
-            out, into = packed.messages(through_host, is_send=True), arriving.messages(through_host, is_send=False)
+            out = packed.messages(through_host, is_send=True)
+            into = arriving.messages(through_host, is_send=False)
             backend.send_and_receive(list(out.items()), list(into.items()), group, _NAME).wait()
             if arriving.tensors:
                 arriving.arrive(into)
@@ -271,23 +275,30 @@ def _compare(
     incoming: Mapping[int, Sequence[_Copy]],
     group: ProcessGroup,
     rank: int,
-    error: CommError | None,
+    own_error: CommError | None,
 ) -> None:
-    """Compare what this rank sends and expects with what its peers expect and send; raise on every rank, or on none."""
-    sent, expected = ([_summary(each.get(peer, ())) for peer in range(group.size())] for each in (outgoing, incoming))
+    """Compare what this rank sends and expects with what its peers expect and send; raise on every rank, or on none.
+
+    Args:
+        own_error: what this rank has found wrong before, which it raises.
+    """
+    peers, error = range(group.size()), own_error
+    sent = [_summary(outgoing.get(peer, ())) for peer in peers]
+    expected = [_summary(incoming.get(peer, ())) for peer in peers]
     device = backend.default_device(backend.cuda_backend(group))
     own = torch.tensor([sent, expected], dtype=torch.int64, device=device).transpose(0, 1).contiguous()
     # ``[peer, 0]`` is what goes to a peer, ``[peer, 1]`` what is expected of it; from the peers, the same of theirs.
     theirs = Exchange(shapes=(own.shape,)).start((own,), group, _NAME, asynchronous=False).received
-    for peer, (sends, expects) in enumerate(theirs.tolist()):
-        for source, target, there, here in ((peer, rank, sends, expected[peer]), (rank, peer, sent[peer], expects)):
-            if error is None and tuple(there) != tuple(here):
+    for peer, (peer_sends, peer_expects) in enumerate(theirs.tolist()):
+        directions = (peer, rank, peer_sends, expected[peer]), (rank, peer, sent[peer], peer_expects)
+        for source, target, sends, expects in directions:
+            if error is None and tuple(sends) != tuple(expects):
                 error = MismatchError(
-                    f"{_NAME}: rank {source} sends {there[1]} tensors of {there[2]} bytes to rank {target}, which "
-                    f"expects {here[1]} of {here[2]} bytes, or others by task_id or dtype; nothing was sent"
+                    f"{_NAME}: rank {source} sends {sends[1]} tensors of {sends[2]} bytes to rank {target}, which "
+                    f"expects {expects[1]} of {expects[2]} bytes, or others by task_id or dtype; nothing was sent"
                 )
-    (worst,) = largest(_NAME, group, [0 if error is None else 1])
+    (any_failed,) = largest(_NAME, group, [0 if error is None else 1])
     if error is not None:
         raise error
-    if worst:
+    if any_failed:
         raise MismatchError(f"{_NAME}: refused on another rank, nothing was sent")

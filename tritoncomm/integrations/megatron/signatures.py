@@ -13,7 +13,8 @@ __all__ = ["check_signature", "forward_of", "parameters_of"]
 def check_signature(label: str, theirs: Any, ours: Any) -> None:
     """Reject a function of Megatron's if ours does not take every call that it takes."""
     for suffix, expected, offered in _callables(label, theirs, ours):
-        names, own = parameters_of(expected), parameters_of(offered)
+        names = parameters_of(expected)
+        own = parameters_of(offered)
         more = own[len(names) :]  # arguments that only ours has: a call of Megatron's leaves them out
         if len(names) > len(own) or any(p.default is p.empty for p in more) or not all(map(_takes, own, names)):
             signatures = f"({', '.join(map(str, names))}), ours takes ({', '.join(map(str, own))})"

@@ -58,7 +58,10 @@ class _Linear(Function):
         buffers: Buffers | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.has_bias, ctx.allreduce_dgrad, ctx.group, ctx.buffers = bias is not None, allreduce_dgrad, group, buffers
+        ctx.has_bias = bias is not None
+        ctx.allreduce_dgrad = allreduce_dgrad
+        ctx.group = group
+        ctx.buffers = buffers
         return product(x, weight, bias, group, buffers)
 
     @staticmethod
@@ -76,7 +79,8 @@ def _gradients(x: Tensor, weight: Tensor, grad: Tensor, options: Options) -> tup
     if torch.is_grad_enabled() or is_compiling():
         return _recorded_gradients(x, weight, grad, options)
     has_bias, allreduce_dgrad, group, buffers = options
-    name, handle = f"{LINEAR}.backward", None
+    name = f"{LINEAR}.backward"
+    handle = None
     if not grad.is_contiguous():
         grad = grad.contiguous()
     if buffers is not None:
@@ -135,7 +139,7 @@ class TrainedLinear:
     _frames: ClassVar[int] = 1  # of this class between the warning and the caller
 
     def __init__(self, theirs: Any, resolve_group: ResolveGroup, buffers: Buffers) -> None:
-        self._theirs, self._resolve_group, self.buffers = theirs, resolve_group, buffers
+        self._megatron_function, self._resolve_group, self.buffers = theirs, resolve_group, buffers
         self.warned: bool = getattr(theirs, "warned", False)
 
     def __call__(
@@ -157,7 +161,7 @@ class TrainedLinear:
         # over a further axis (``gtp_remat_size``), products of another dtype, autocast, and subclasses of tensors.
         is_deferred = gradient_accumulation_fusion or grad_output_buffer is not None
         if not is_ours(input, weight, gtp_remat_size, output_dtype, is_deferred):
-            return self._theirs(
+            return self._megatron_function(
                 input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel,
                 grad_output_buffer, wgrad_deferral_limit, tp_group=tp_group,
                 **later_keywords(gtp_remat_size, output_dtype),
@@ -197,13 +201,13 @@ class TrainedLinear016(TrainedLinear):
         async_grad_allreduce: bool | None = None,
         tp_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """Return ``input @ weight.t() + bias``, by Megatron's function if ``async_grad_allreduce`` is given."""
+        """Return ``input @ weight.t() + bias``, always by Megatron's function if ``async_grad_allreduce`` is given."""
         arguments = (
             input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, grad_output_buffer,
             wgrad_deferral_limit,
         )  # fmt: skip
-        if async_grad_allreduce is not None:
-            return self._theirs(*arguments, async_grad_allreduce, tp_group)
+        if async_grad_allreduce is not None:  # deprecated: Megatron's own function warns of it
+            return self._megatron_function(*arguments, async_grad_allreduce, tp_group)
         return super().__call__(*arguments, tp_group)
 
 

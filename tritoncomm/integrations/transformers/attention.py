@@ -19,8 +19,9 @@ from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.groups import resolve_sequence
 from tritoncomm.integrations.changes import Changes
 from tritoncomm.integrations.transformers import model_parts, recurrent_layers
-from tritoncomm.integrations.transformers.batch_notes import mark, marked, noted
+from tritoncomm.integrations.transformers.batch_notes import mask_note_of, notes_of, write_mask_note
 from tritoncomm.integrations.transformers.hooks import switches_of
+from tritoncomm.integrations.transformers.local_modules import LocalModule
 from tritoncomm.integrations.transformers.registration import Registration, check_bidirectional, registered
 from tritoncomm.integrations.transformers.registration import registration as registration_of
 
@@ -120,27 +121,6 @@ def registries() -> tuple[Any, Any]:
     return attentions, importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
 
 
-class _Local:
-    """Attention module as ``attention`` has to see it: with this rank's heads, and under its own name."""
-
-    def __init__(self, module: Any, groups: int, attention: str) -> None:
-        self._module, self.num_key_value_groups, self._attention = module, groups, attention
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._module, name)
-        return _Config(value, self._attention) if name == "config" else value
-
-
-class _Config:
-    """Config of a model with another attention implementation."""
-
-    def __init__(self, config: Any, attention: str) -> None:
-        self._config, self._attn_implementation = config, attention
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
-
-
 class _MadeMask:
     """Note of a mask of ``make_mask``: the documents that it stands for, or none.
 
@@ -170,13 +150,14 @@ class _Implementation(Registration):
     ) -> None:
         super().__init__(group, name, attention, own_positions)
         self.inner, self.inner_mask = inner, mask
-        self.arguments = inspect.signature(inner).parameters.keys()
+        self.inner_parameters = inspect.signature(inner).parameters.keys()
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Attend: q, k, v ``[b, heads, s, d]`` of this rank's positions in, ``[b, s, heads, d]`` of them out."""
-        group, groups = self.group, getattr(module, "num_key_value_groups", 1)
+        group = self.group
+        groups = getattr(module, "num_key_value_groups", 1)
         if not is_compiling():
             verdict = self.verdicts.get(module, _UNKNOWN)
             if verdict is _UNKNOWN or (verdict is not None and ((owner := verdict()) is None or not owner.is_on)):
@@ -200,7 +181,7 @@ class _Implementation(Registration):
         # Query heads per key/value head here, which may differ from the number in the module.
         of_rank = query.shape[1] // key.shape[1]
         if self.attention != "sdpa" or of_rank != groups:
-            module = _Local(module, of_rank, self.attention)
+            module = LocalModule(module, of_rank, self.attention)
         if packed is not None:
             kwargs.pop("position_ids", None)
             out = self._by_documents(module, (query, key, value), packed, kwargs)
@@ -212,9 +193,9 @@ class _Implementation(Registration):
 
     def _packed(self, module: Any, mask: Any, kwargs: dict[str, Any]) -> _MadeMask | None:
         """Return the documents that a mask of ours stands for, or those of position_ids; None for one document."""
-        made = marked(mask)
+        made = mask_note_of(mask)
         packed = made if made is not None and made.documents else None
-        notes = noted(kwargs.get("position_ids"), f"{self.name}: {type(module).__name__}")
+        notes = notes_of(kwargs.get("position_ids"), f"{self.name}: {type(module).__name__}")
         if packed is not None or notes is None or notes.documents is None:
             return packed
         if self.group.size() == 1 and isinstance(mask, Tensor) and mask.dim() == 4:
@@ -295,7 +276,8 @@ class _Implementation(Registration):
         module's config and file.
         """
         self.inside_of_models.discard(module)
-        is_sharded, switch = self.group.size() > 1, None
+        is_sharded = self.group.size() > 1
+        switch = None
         model = model_parts.running_model()
         if model is None:
             problem = model_parts.wrong_attention(module, is_sharded)
@@ -311,11 +293,12 @@ class _Implementation(Registration):
 
     def _check(self, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
         """Reject arguments, a cache or a mask that ``attention`` cannot take once all positions are exchanged."""
-        plain = int | float if self.group.size() > 1 else int | float | Tensor  # a tensor is of local positions
+        # A tensor among the arguments is of this rank's positions, and attention is of all.
+        accepted_types = int | float if self.group.size() > 1 else int | float | Tensor
         for argument, value in kwargs.items():
             if value is None or value is False or argument in _TAKEN:
                 continue
-            if argument not in self.arguments or not isinstance(value, plain):
+            if argument not in self.inner_parameters or not isinstance(value, accepted_types):
                 raise UnsupportedError(
                     f"{self.name}: the model passes {argument}= to its attention, which {self.attention!r} over shards "
                     "does not support"
@@ -324,7 +307,8 @@ class _Implementation(Registration):
             raise UnsupportedError(
                 f"{self.name}: output_router_logits=True: {model_parts.ROUTER_LOSS}; set it to False"
             )
-        local, positions = query.shape[2], query.shape[2] * self.group.size()
+        local = query.shape[2]
+        positions = query.shape[2] * self.group.size()
         if key.shape[2] != local:
             raise UnsupportedError(
                 f"{self.name}: {local} queries of {key.shape[2]} keys: a key/value cache is not supported; "
@@ -339,10 +323,12 @@ class _Implementation(Registration):
                 f"{self.name}: attention mask {list(mask.shape)} is not one of all {positions} positions, the same for "
                 "all heads; shard_batch makes one"
             )
-        window, is_made = kwargs.get("sliding_window"), marked(mask) is not None
-        if mask.shape[0] != query.shape[0] and (mask.shape[0] != 1 or mask.dim() == 2 or is_made):
+        window = kwargs.get("sliding_window")
+        is_ours = mask_note_of(mask) is not None
+        can_broadcast = mask.shape[0] == 1 and mask.dim() != 2 and not is_ours
+        if mask.shape[0] != query.shape[0] and not can_broadcast:
             raise ShapeError(f"{self.name}: attention mask {list(mask.shape)} for {query.shape[0]} rows")
-        if window is not None and window < positions and not (is_made or is_compiling()):
+        if window is not None and window < positions and not (is_ours or is_compiling()):
             raise UnsupportedError(f"{self.name}: a 4-D mask of the caller has no sliding window")
 
     def make_mask(
@@ -363,14 +349,15 @@ class _Implementation(Registration):
         Returns:
             Of packed documents a placeholder, by which ``attend`` finds them.
         """
-        positions, documents = q_length * self.group.size(), recurrent_layers.documents()
+        positions = q_length * self.group.size()
+        documents = recurrent_layers.documents()
         if documents is not None:
             if kwargs.get("use_vmap"):
                 raise UnsupportedError(f"{self.name}: a mask with an overlay has no packed documents")
             # Of the shape that layers expect, without its memory. It is all False: attention by it gives NaN.
             mask = torch.zeros((), dtype=torch.bool, device=kwargs.get("device"))
             mask = mask.expand(batch_size, 1, positions, positions)
-            mark(mask, _MadeMask(documents, kwargs))
+            write_mask_note(mask, _MadeMask(documents, kwargs))
             return mask
         attention_mask = recurrent_layers.whole_mask(attention_mask, self.name)
         if attention_mask is not None and attention_mask.shape[-1] != positions:
@@ -393,5 +380,5 @@ class _Implementation(Registration):
         # All queries and all keys, both from position 0 on.
         mask = self.inner_mask(batch_size, positions, positions, 0, 0, attention_mask=attention_mask, **kwargs)
         if isinstance(mask, Tensor) and not is_compiling():
-            mark(mask, _MadeMask([], {}))  # on its storage, which slices share
+            write_mask_note(mask, _MadeMask([], {}))  # on its storage, which slices share
         return mask

@@ -15,7 +15,7 @@ from tritoncomm import variables
 from tritoncomm.core.agreement import agree
 from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
 from tritoncomm.groups import resolve_sequence
-from tritoncomm.integrations.transformers.batch_notes import BatchNotes, note
+from tritoncomm.integrations.transformers.batch_notes import BatchNotes, write_notes
 
 __all__ = ["IGNORED", "next_labels", "shard_batch"]
 
@@ -100,8 +100,9 @@ def shard_batch(
     counted = None
     if mask is not None and batch.get("position_ids") is None:
         counted = (mask.long().cumsum(1) * mask.long() - 1)[:, start:end].contiguous()
-    note(out["position_ids"], notes.complete(layer_mask, counted))
-    labels, items = _next_labels(batch, documents), batch.get("num_items_in_batch")
+    write_notes(out["position_ids"], notes.complete(layer_mask, counted))
+    labels = _next_labels(batch, documents)
+    items = batch.get("num_items_in_batch")
     if labels is not None:
         if items is not None and _drops_labels(batch, documents):
             raise ArgumentError(
@@ -175,10 +176,14 @@ def _in_words(x: Tensor) -> str:
 
 
 def _check_entries(batch: Mapping[str, Any], name: str) -> None:
-    """Reject a batch without ``input_ids`` ``[b, S]``, with entries of other names, or of other shapes."""
+    """Reject a batch without ``input_ids`` ``[b, S]``, or with entries that cannot be sharded.
+
+    These are entries of other names, as images, of other shapes, and boundaries of documents beside a padding mask.
+    """
     if not isinstance(batch.get("input_ids"), Tensor) or batch["input_ids"].dim() != 2:
         raise ArgumentError(f"{name}: a batch needs input_ids, a tensor [batch, sequence]")
-    shape, others = tuple(batch["input_ids"].shape), (*_BOUNDARIES, "num_items_in_batch")
+    shape = tuple(batch["input_ids"].shape)
+    others = (*_BOUNDARIES, "num_items_in_batch")
     for key, value in batch.items():
         if key not in _SHARDED and key not in others and any(part in key for part in _MEDIA):
             raise UnsupportedError(
@@ -187,6 +192,8 @@ def _check_entries(batch: Mapping[str, Any], name: str) -> None:
             )
         if key not in _SHARDED and key not in others:
             raise ArgumentError(f"{name}: {key!r} is not supported, only {', '.join((*_SHARDED, *others))}")
+        if key in (*_SHARDED, "seq_idx") and not isinstance(value, Tensor | None):
+            raise ArgumentError(f"{name}: {key} needs a tensor, not {type(value).__name__}")
         if key in (*_SHARDED, "seq_idx") and value is not None and tuple(value.shape) != shape:
             if key == "position_ids" and value.dim() == 3 and tuple(value.shape[1:]) == shape:
                 continue
@@ -198,7 +205,8 @@ def _check_entries(batch: Mapping[str, Any], name: str) -> None:
 
 def _positions(batch: Mapping[str, Any], length: int, documents: list[list[int]] | None) -> Tensor:
     """Return global position ids; padding goes on counting, so that it starts no document."""
-    ids, positions = batch["input_ids"], batch.get("position_ids")
+    ids = batch["input_ids"]
+    positions = batch.get("position_ids")
     if positions is None:
         positions = torch.arange(length, device=ids.device).expand(ids.shape[0], length)
         if documents is None:

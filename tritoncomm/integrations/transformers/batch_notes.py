@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 
 from tritoncomm.errors import ArgumentError
 
-__all__ = ["BatchNotes", "mark", "marked", "note", "noted"]
+__all__ = ["BatchNotes", "mask_note_of", "notes_of", "write_mask_note", "write_notes"]
 
 _NOTES, _MADE = "tritoncomm_batch", "tritoncomm_mask"  # attributes of a tensor and of its storage
 
@@ -52,27 +52,28 @@ class BatchNotes:
                 columns=_take(self.columns, rows), largest=_take(self.largest, rows), counted=None, layer_mask=None,
                 _selections={},
             )  # fmt: skip
-            mask, counted = _take(self.layer_mask, rows), _take(self.counted, rows)
+            mask = _take(self.layer_mask, rows)
+            counted = _take(self.counted, rows)
             self._selections[rows] = notes if mask is None else notes.complete(mask, counted)
         return self._selections[rows]
 
     def complete(self, layer_mask: Tensor, counted: Tensor | None) -> "BatchNotes":
         """Return these notes with a mask for recurrent layers and positions without padding, which get them, too."""
         # The notes of a tensor do not have this tensor: a storage that keeps itself alive is never freed.
-        note(layer_mask, self)
+        write_notes(layer_mask, self)
         notes = replace(self, layer_mask=layer_mask, _selections={})
         if counted is not None:
-            note(counted, notes)
+            write_notes(counted, notes)
         return replace(notes, counted=counted, _selections={})
 
 
-def note(x: Tensor, notes: BatchNotes) -> None:
+def write_notes(x: Tensor, notes: BatchNotes) -> None:
     """Write notes on a contiguous tensor ``[..., b, s]``, where torch.compile sees them, and on its storage."""
     setattr(x, _NOTES, notes)
     setattr(x.untyped_storage(), _NOTES, notes)
 
 
-def noted(x: Any, label: str) -> BatchNotes | None:
+def notes_of(x: Any, label: str) -> BatchNotes | None:
     """Return the notes on a tensor, or on the tensor that it is a view of; None without any.
 
     A slice of rows gets the notes of its rows. Other views are rejected, as they have other positions. torch.compile
@@ -83,7 +84,7 @@ def noted(x: Any, label: str) -> BatchNotes | None:
     if is_compiling():
         return getattr(x, _NOTES, None)
     notes = getattr(x.untyped_storage(), _NOTES, None)
-    if notes is None or notes.shape is None:
+    if notes is None or notes.shape is None:  # no notes, or of a batch that shard_batch did not make: nothing to select
         return notes
     rows = _rows(x, *notes.shape)
     if rows is None:
@@ -94,14 +95,14 @@ def noted(x: Any, label: str) -> BatchNotes | None:
     return notes if rows == tuple(range(notes.shape[0])) else notes.select(rows)
 
 
-def mark(mask: Tensor, value: Any) -> None:
+def write_mask_note(mask: Tensor, value: Any) -> None:
     """Write on a mask that this library has made what it is, where torch.compile sees it, and on its storage."""
     for holder in (mask, mask.untyped_storage()):
         setattr(holder, _MADE, value)
 
 
-def marked(mask: Any) -> Any:
-    """Return what ``mark`` has written on a mask, or on one that it is a view of; None on a mask of somebody else."""
+def mask_note_of(mask: Any) -> Any:
+    """Return the note of ``write_mask_note`` on a mask, or on one that it is a view of; None on masks of others."""
     if not isinstance(mask, Tensor):
         return None
     return getattr(mask if is_compiling() else mask.untyped_storage(), _MADE, None)
@@ -116,7 +117,8 @@ def _rows(x: Tensor, num_rows: int, positions: int) -> tuple[int, ...] | None:
         return None
     if x.numel() == 0:
         return tuple(range(num_rows)) if positions == 0 else ()
-    strides, plane = tuple(map(int, x.stride())), num_rows * positions
+    strides = tuple(map(int, x.stride()))
+    plane = num_rows * positions
     count, row_stride = (x.shape[-2], strides[-2]) if x.dim() > 1 else (1, 0)
     first, column = divmod(int(x.storage_offset()) % plane, positions)
     step, rest = divmod(row_stride, positions) if count > 1 else (0, 0)

@@ -38,7 +38,8 @@ def register_experts(name: str = NAME) -> str:
         ArgumentError: transformers has another implementation of that name.
         UnsupportedError: this release of transformers has no registry of implementations (5.23 and 5.24 have one).
     """
-    implementations, kind = _transformers().EPImplementationInterface(), _implementation()
+    implementations = _transformers().EPImplementationInterface()
+    kind = _implementation()
     if name in implementations and implementations[name] is not kind:
         raise ArgumentError(f"register_experts: transformers has an implementation {name!r}; pass another name")
     if name not in _added or name not in implementations:
@@ -86,7 +87,8 @@ def _implementation() -> type:
 
         def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
-            self.group, self.shared = ep_mesh.get_group(), tp_mesh.get_group()
+            self.group = ep_mesh.get_group()
+            self.shared = tp_mesh.get_group()
 
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             tensors = [hidden_states, top_k_index, top_k_weights]

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.integrations.changes import Changes, outdated, outdated_end
 from tritoncomm.integrations.transformers import losses, model_parts, recurrent_layers, rotary_tables
-from tritoncomm.integrations.transformers.batch_notes import BatchNotes, noted
+from tritoncomm.integrations.transformers.batch_notes import BatchNotes, notes_of
 from tritoncomm.integrations.transformers.registration import check_bidirectional, registered, registration
 
 __all__ = ["Switch", "Untraced", "remove_unused", "switches_of"]
@@ -128,8 +128,8 @@ class Switch:
 
     def _hook_loss(self, module: nn.Module) -> Iterator[RemovableHandle]:
         """Watch the loss of a model where ``switch`` got it: in the model itself, or in a module around it."""
-        kind = importlib.import_module("transformers").PreTrainedModel
-        paths = tuple(path for path, part in module.named_modules() if isinstance(part, kind))
+        pretrained_model = importlib.import_module("transformers").PreTrainedModel
+        paths = tuple(path for path, part in module.named_modules() if isinstance(part, pretrained_model))
         is_plain = losses.is_plain(module)
         yield module.register_forward_pre_hook(self._traced(partial(self._watch_loss, paths, is_plain)))
         check = self._traced(partial(self._check_loss, paths, is_plain))
@@ -161,10 +161,11 @@ class Switch:
             return None
         names = recurrent_layers.parameters_of(type(model))
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        ours, positions = registered[self.name], arguments.get("position_ids")
+        ours = registered[self.name]
+        positions = arguments.get("position_ids")
         if ours.group.size() > 1 and not self._is_sharded:
             raise UnsupportedError(f"{label} was switched for one rank; call switch(model, {self.name!r}) again")
-        notes = noted(positions, label)
+        notes = notes_of(positions, label)
         if ours.group.size() == 1 and notes is None:
             return None  # one rank has all positions, whoever made the batch
         if not ours.own_positions:
@@ -220,7 +221,7 @@ class Switch:
             return
         is_sharded = registered[self.name].group.size() > 1
         # Else one rank has all, of whatever batch.
-        if is_sharded or noted(kwargs.get("position_ids"), self.name) is not None:
+        if is_sharded or notes_of(kwargs.get("position_ids"), self.name) is not None:
             losses.traced(losses.check, is_plain)(module, calls, kwargs, out, is_sharded, self.name)
 
     def _enter_layer(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -274,7 +275,8 @@ class _JudgedParts:
 
     def _judge(self, model: Any) -> None:
         """Reject a model whose parts, some of them new, are not those that ``switch`` would accept and add hooks to."""
-        parts, layers = model_parts.language_parts(model), recurrent_layers.recurrent_layers(model)
+        parts = model_parts.language_parts(model)
+        layers = recurrent_layers.recurrent_layers(model)
         if problem := model_parts.wrong_part(model, registered[self._name].attention, True, layers):
             raise UnsupportedError(f"{self._name}: {type(model).__name__}: {problem}")
         for module in (*layers, *rotary_tables.chosen_by_largest(parts), *model_parts.towers(model)):
@@ -283,15 +285,16 @@ class _JudgedParts:
                     f"{self._name}: {type(module).__name__} of {type(model).__name__} is not the one that was there "
                     "when the model was switched; call switch(model, name) again"
                 )
-        kind = importlib.import_module("transformers").PreTrainedConfig
-        self._with_config = [part for part in parts if isinstance(getattr(part, "config", None), kind)]
+        config_class = importlib.import_module("transformers").PreTrainedConfig
+        self._with_config = [part for part in parts if isinstance(getattr(part, "config", None), config_class)]
 
 
 class Untraced:
     """Hook that torch.compile does not trace, and that a model can be saved with."""
 
     def __init__(self, func: Callable[..., Any]) -> None:
-        self.func, self._untraced = func, torch.compiler.disable(func)
+        self.func = func
+        self._untraced = torch.compiler.disable(func)
 
     def __call__(self, *args: Any) -> Any:
         return self._untraced(*args)

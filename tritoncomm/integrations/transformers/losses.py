@@ -266,7 +266,8 @@ def _is_sum(call: LossCall) -> bool:
     logits = call.kwargs["logits"] if "logits" in call.kwargs else call.args[0] if call.args else None
     if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.numel() == 0:
         return False
-    shape, count = logits.shape[:2], min(logits.shape[1], 4)
+    shape = logits.shape[:2]
+    count = min(logits.shape[1], 4)
     targets = torch.arange(count, device=logits.device)[None] % logits.shape[-1]
 
     def loss_of(times: int, labels: Tensor) -> Any:
@@ -292,7 +293,9 @@ def _is_sum(call: LossCall) -> bool:
         with torch.no_grad():
             return call.function(*args, **kwargs)
 
-    loss, relabelled, double = loss_of(1, targets), loss_of(1, targets.flip(1)), loss_of(2, targets)
+    loss = loss_of(1, targets)
+    relabelled = loss_of(1, targets.flip(1))
+    double = loss_of(2, targets)
     return torch.allclose(loss, relabelled, 1e-5, 0) and torch.allclose(2 * loss, double, 1e-5, 0)
 
 

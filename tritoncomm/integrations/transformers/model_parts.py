@@ -56,7 +56,8 @@ def wrong_part(model: Any, attention: str, sharded: bool, sharded_layers: Collec
     if sharded and (problem := next(filter(None, map(_wrong_adapters, model.modules())), None)):
         return problem
     model = outermost(model.modules()) or model
-    config, parts = text_config(model.config), language_parts(model)
+    config = text_config(model.config)
+    parts = language_parts(model)
     kinds = [type(module) for module in parts]
     if attention == "sdpa" and not getattr(model, "_supports_sdpa", True) and calls_registry(kinds):
         return "transformers says that it does not support 'sdpa'"
@@ -209,13 +210,14 @@ def outputs_of(model: Any) -> list[str]:
 
 def outermost(modules: Iterable[Any]) -> Any | None:
     """Return the first model of transformers: behind a wrapper, as peft's is one; None without any."""
-    kind = importlib.import_module("transformers").PreTrainedModel
-    return next((module for module in modules if isinstance(module, kind)), None)
+    pretrained_model = importlib.import_module("transformers").PreTrainedModel
+    return next((module for module in modules if isinstance(module, pretrained_model)), None)
 
 
 def running_model() -> Any | None:
     """Return the outermost model of transformers whose forward is running in this thread; None outside of one."""
-    owners, frame = [], sys._getframe(1)
+    owners = []
+    frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "forward":  # a frame keeps the locals that it was asked for until it ends
             owners.append(frame.f_locals.get("self"))
@@ -231,7 +233,7 @@ def language_parts(model: nn.Module) -> list[nn.Module]:
 
 def towers(model: nn.Module) -> list[nn.Module]:
     """Return the models of images or audio inside of a model, which take no tokens."""
-    kind = importlib.import_module("transformers").PreTrainedModel
+    pretrained_model = importlib.import_module("transformers").PreTrainedModel
     outer: Any = outermost(model.modules())
     if outer is None or getattr(outer.config, "is_encoder_decoder", False):
         return []
@@ -239,7 +241,7 @@ def towers(model: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in outer.modules()
-        if isinstance(module, kind)
+        if isinstance(module, pretrained_model)
         and not any(part is language_model for part in module.modules())
         and not {"input_ids", "inputs_embeds"} & set(inspect.signature(type(module).forward).parameters)
     ]
@@ -247,8 +249,8 @@ def towers(model: nn.Module) -> list[nn.Module]:
 
 def _language_model(outer: Any) -> Any:
     """Return the model that embedded tokens are handed to; the model itself where nothing says which."""
-    kind = importlib.import_module("transformers").PreTrainedModel
-    inner = {id(module) for module in outer.modules() if isinstance(module, kind) and module is not outer}
+    pretrained_model = importlib.import_module("transformers").PreTrainedModel
+    inner = {id(module) for module in outer.modules() if isinstance(module, pretrained_model) and module is not outer}
     decoder = outer.get_decoder() if hasattr(outer, "get_decoder") else outer
     if id(decoder) in inner:
         return decoder

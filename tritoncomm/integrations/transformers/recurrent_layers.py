@@ -1,6 +1,6 @@
 """Recurrent layers over shards of the sequence, by the functions of their modules that mix positions.
 
-Most of transformers' call a causal convolution of their module, and one of four recurrences. Between ``enter_layer``
+Most of transformers' call a causal convolution of their module, and a recurrence. Between ``enter_layer``
 and ``exit_layer``, and nowhere else, these functions compute over the shards of all ranks. No forward is written
 again, and there is no list of models.
 """
@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.integrations import changes
-from tritoncomm.integrations.transformers.batch_notes import BatchNotes, noted
+from tritoncomm.integrations.transformers.batch_notes import BatchNotes, notes_of
 from tritoncomm.integrations.transformers.recurrences import (
     FUSED,
     MODELS,
@@ -83,7 +83,11 @@ class _Layer:
         notes: BatchNotes,
         outer: "_Layer | None",
     ) -> None:
-        self.module, self.group, self.functions, self.notes, self.outer = ref(module), group, functions, notes, outer
+        self.module = ref(module)
+        self.group = group
+        self.functions = functions
+        self.notes = notes
+        self.outer = outer
         self.called: set[str] = set()
         self.is_exchanged = False
 
@@ -114,7 +118,9 @@ class Functions:
     """
 
     def __init__(self, name: str, functions: Iterable[tuple[str, str]], is_released: bool = False) -> None:
-        self.name, self.is_released, self._functions = name, is_released, tuple(functions)
+        self.name = name
+        self.is_released = is_released
+        self._functions = tuple(functions)
         _owners.add(self)
         try:
             for module, function in () if is_released else self._functions:
@@ -224,7 +230,7 @@ def keywords(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
 def whole_mask(mask: Tensor | None, label: str) -> Tensor | None:
     """Return the padding mask of all positions where a model, which has that of its layers, hands that to attention."""
     forward = _forward()
-    if mask is None or forward is None or noted(mask, label) is None:
+    if mask is None or forward is None or notes_of(mask, label) is None:
         return mask
     return None if forward.mask is None else forward.mask.to(mask.device, mask.dtype)
 
@@ -325,7 +331,7 @@ def enter_layer(
         _running.layer = _Layer(layer, group, functions, outer.notes, outer)
         return None
     arguments = dict(zip(names, args, strict=False)) | kwargs
-    notes = noted(arguments.get("attention_mask"), label)
+    notes = notes_of(arguments.get("attention_mask"), label)
     if notes is None and group.size() == 1:
         return None
     if notes is None:

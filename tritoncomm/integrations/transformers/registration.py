@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.integrations.changes import Changes
-from tritoncomm.integrations.transformers.batch_notes import noted
+from tritoncomm.integrations.transformers.batch_notes import notes_of
 
 __all__ = ["Registration", "check_bidirectional", "registered", "registration"]
 
@@ -36,7 +36,7 @@ class Registration:
 
     def check_positions(self, module: Any, position_ids: Any) -> None:
         """Reject position ids that ``shard_batch`` did not make for this group: the batch may not be sharded."""
-        notes = noted(position_ids, f"{self.name}: {type(module).__name__}")
+        notes = notes_of(position_ids, f"{self.name}: {type(module).__name__}")
         if notes is None:
             raise ArgumentError(
                 f"{self.name}: shard_batch did not make these position_ids: this rank's samples would count as a part "
@@ -68,7 +68,7 @@ def registration(name: str) -> Registration:
 
 def check_bidirectional(label: str, position_ids: Any, group: ProcessGroup) -> None:
     """Reject batches that are right in causal models alone: padding without a mask, and packed sequences."""
-    notes = noted(position_ids, label)
+    notes = notes_of(position_ids, label)
     if notes is not None and notes.padded:
         raise UnsupportedError(
             f"{label} is bidirectional, and would attend to the {notes.padded} positions that shard_batch added to the "

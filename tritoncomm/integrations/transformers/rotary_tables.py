@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tritoncomm.errors import ArgumentError, UnsupportedError
-from tritoncomm.integrations.transformers.batch_notes import noted
+from tritoncomm.integrations.transformers.batch_notes import notes_of
 from tritoncomm.integrations.transformers.recurrent_layers import parameters_of
 
 __all__ = ["append_largest", "chosen_by_largest", "cut_largest", "wrong_table"]
@@ -65,7 +65,7 @@ def append_largest(module: nn.Module, args: Any, kwargs: dict[str, Any], name: s
     """Append the largest position of the whole batch to the positions in the arguments of a module."""
     index = parameters_of(type(module)).index("position_ids")
     positions = args[index] if index < len(args) else kwargs["position_ids"]
-    notes = noted(positions, f"{name}: {type(module).__name__}")
+    notes = notes_of(positions, f"{name}: {type(module).__name__}")
     if notes is None or notes.largest is None:
         raise ArgumentError(
             f"{name}: {type(module).__name__} chooses its table by the largest position, which is unknown here: "

@@ -60,7 +60,9 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
         )
     ended = Changes()
     with Changes() as configs:  # which stay copied: somebody may have changed them since
-        _set_attention(configs, model, name, has_attention)
+        _copy_configs(configs, model)
+        if has_attention:
+            _set_attention(model, name)
         if unknown is not None and not unverified:
             raise UnsupportedError(
                 f"switch: {type(model).__name__}: {unknown}, so that nobody knows whether it works over shards of the "
@@ -80,23 +82,30 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
     ended.undo()
 
 
-def _set_attention(configs: Changes, model: Any, name: str, has_attention: bool) -> None:
-    """Give a model copies of its configs with the attention ``name``."""
-    kind = importlib.import_module("transformers").PreTrainedConfig
-    copies: dict[int, Any] = {}
+def _copy_configs(changes: Changes, model: Any) -> None:
+    """Give the modules of a model copies of their configs; modules that share one share the copy.
+
+    Also where no attention is set: the model's own ``set_attn_implementation`` may write into them later.
+    """
+    config_class = importlib.import_module("transformers").PreTrainedConfig
+    memo: dict[int, Any] = {}
     for module in model.modules():
         for attribute, value in list(vars(module).items()):
-            if isinstance(value, kind):
-                configs.set_attribute(module, attribute, deepcopy(value, copies))
-    if not has_attention:
-        return
+            if isinstance(value, config_class):
+                changes.set_attribute(module, attribute, deepcopy(value, memo))
+
+
+def _set_attention(model: Any, name: str) -> None:
+    """Write the attention ``name`` into the configs of a model."""
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:  # transformers warns only
         raise UnsupportedError(f"switch: transformers cannot change the attention of {type(model).__name__}")
+    config_class = importlib.import_module("transformers").PreTrainedConfig
     for module in model_parts.language_parts(model):  # copied layers have a config that transformers misses
         config: Any = getattr(module, "config", None)
-        if isinstance(config, kind) and config._attn_implementation != name:
-            if config is not vars(module).get("config"):
+        if isinstance(config, config_class) and config._attn_implementation != name:
+            is_copy = config is vars(module).get("config")
+            if not is_copy:
                 raise UnsupportedError(
                     f"switch: the config of {type(module).__name__} is no attribute of its own, so that it cannot have "
                     "a copy with another attention"

@@ -81,7 +81,9 @@ class UlyssesTrainerMixin(_Base):
     def __init__(self, *args: Any, ulysses: str = NAME, unverified: bool = False, **kwargs: Any) -> None:
         self.__is_in_step = False
         _refuse_trainer(type(self))
-        self.ulysses, self.unverified, self.sequence_group = ulysses, unverified, group_of(ulysses)
+        self.ulysses = ulysses
+        self.unverified = unverified
+        self.sequence_group = group_of(ulysses)
         super().__init__(*args, **kwargs)
         self.__refuse_options()
         if self.model_init is None:
@@ -101,7 +103,8 @@ class UlyssesTrainerMixin(_Base):
 
     def __refuse_options(self) -> None:
         """Reject options of ``Trainer`` that would give other numbers over sequence shards than in one process."""
-        args, parallel = self.args, getattr(self.args, "parallelism_config", None)
+        args = self.args
+        parallel = getattr(self.args, "parallelism_config", None)
         options = {
             "compute_loss_func": self.compute_loss_func is not None,
             "neftune_noise_alpha": args.neftune_noise_alpha is not None and self.sequence_group.size() > 1,
@@ -213,7 +216,8 @@ class UlyssesTrainerMixin(_Base):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Compute the loss as ``Trainer`` does, of this rank's shard of ``inputs``."""
-        shard, size = shard_batch(inputs, self.sequence_group), self.sequence_group.size()
+        shard = shard_batch(inputs, self.sequence_group)
+        size = self.sequence_group.size()
         if "labels" not in shard:
             raise ArgumentError(f"{type(self).__name__}: a batch needs labels, only {', '.join(inputs)} are there")
         if num_items_in_batch is None:  # as `Trainer` counts them if every group has as many labels
@@ -333,7 +337,8 @@ class _Sharded:
 def _refuse_trainer(kind: type) -> None:
     """Reject a class that is, or is made of, a trainer of TRL that would give other numbers over sequence shards."""
     for base in kind.__mro__:
-        name, is_trainer = base.__name__, hasattr(base, "training_step") and not base.__name__.startswith("_")
+        name = base.__name__
+        is_trainer = hasattr(base, "training_step") and not base.__name__.startswith("_")
         if not base.__module__.startswith("trl.") or not is_trainer:
             continue
         if reason := TRAINERS.get(name, "is not known to be right"):
