@@ -86,7 +86,7 @@ def test_every_public_module_has_its_page() -> None:
     earlier = {path.stem for path in folder.glob("*.py") if path.read_text().startswith('"""Earlier import path')}
     integrations = {path.stem for path in folder.glob("*.py")} - {"__init__", "changes"} - earlier
     integrations |= {path.parent.name for path in folder.glob("*/__init__.py")} | {"megatron.resharding"}
-    integrations |= {f"transformers.{name}" for name in ("batch", "experts", "trainer")}
+    integrations |= {f"transformers.{name}" for name in ("batch", "experts", "log_probabilities", "trainer")}
     modules = {module.name for module in pkgutil.iter_modules(tritoncomm.__path__)} - INTERNAL
     modules |= {"p2p.schedules", "mappings.helpers"}
     modules |= {f"integrations.{name}" for name in integrations}

@@ -193,36 +193,41 @@ def _uneven(x: Tensor, to_heads: bool, seq_dim: int, kv_heads: int, group: Proce
 def _uneven_layout(
     shape: Ints, to_heads: bool, seq_dim: int, kv_heads: int, world: int, rank: int
 ) -> tuple[HeadLayout, Ints | None]:
-    """Return the layout of one tensor of q, k, v or the result, whose heads do not divide by the ranks.
+    """Return the layout for the exchange of q, k, v or the result, whose kv heads do not divide by the ranks.
 
     Args:
         to_heads: whether the tensor has this rank's positions of all heads; else all positions of this rank's heads.
 
     Returns:
-        Also the numbers of heads and of columns of a tensor ``[.., heads*head_dim]`` of three dims; else None.
+        The layout, and for a tensor ``[.., heads*head_dim]`` on the way back the sizes by which the caller unflattens
+        dim 2: this rank's kv heads, and the columns of each; else None.
     """
     if kv_heads < world:
         raise ShapeError(
             f"{kv_heads} key/value heads are fewer than the ranks, and one tensor does not say whose it is"
         )
-    groups = split_heads(kv_heads, kv_heads, world)[0]
+    size = shape[HEAD_DIM]
+    kv_share = split_heads(kv_heads, kv_heads, world)[0]
     if to_heads:
-        if shape[HEAD_DIM] % kv_heads:
-            raise ShapeError(f"{shape[HEAD_DIM]} heads are no multiple of {kv_heads} key/value heads")
-        per = shape[HEAD_DIM] // kv_heads
+        if size % kv_heads:
+            raise ShapeError(f"{size} heads are no multiple of {kv_heads} key/value heads")
+        heads_per_kv_head = size // kv_heads
         positions = shape[seq_dim]
-        columns = None
+        unflattened = None
     else:
-        # Back to the sequence: only this rank's share of the heads is in the shape, so its kv groups give the heads of
-        # a group.
-        own = groups.sizes[rank]
+        # The shape has the heads of this rank alone, so they are divided by its own kv heads.
+        local_kv_heads = kv_share.sizes[rank]
         positions = split_evenly(shape, seq_dim, world)
-        if shape[HEAD_DIM] % own:
-            raise ShapeError(f"dim 2 of size {shape[HEAD_DIM]} is no multiple of this rank's {own} key/value heads")
-        columns = (own, shape[HEAD_DIM] // own) if len(shape) == 3 else None
-        per = 1 if columns else shape[HEAD_DIM] // own
-    share = HeadShare(tuple([per * n for n in groups.starts]), tuple([per * n for n in groups.sizes]), per * kv_heads)
-    return HeadLayout(seq_dim, (share,), (positions,) * world), columns
+        if size % local_kv_heads:
+            raise ShapeError(f"dim 2 of size {size} is no multiple of this rank's {local_kv_heads} key/value heads")
+        unflattened = (local_kv_heads, size // local_kv_heads) if len(shape) == 3 else None
+        heads_per_kv_head = 1 if unflattened else size // local_kv_heads
+    share = HeadShare(
+        tuple([heads_per_kv_head * head for head in kv_share.starts]),
+        tuple([heads_per_kv_head * count for count in kv_share.sizes]),
+        heads_per_kv_head * kv_heads,
+    )
+    return HeadLayout(seq_dim, (share,), (positions,) * world), unflattened
 
 
 def _refuse_overlap(name: str, argument: str, value: Any) -> None:

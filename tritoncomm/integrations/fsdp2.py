@@ -103,12 +103,18 @@ class _ReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
+        """Send ``wire`` and add up in fp32; as before ``use`` where the wire would round gradients of another dtype.
+
+        Returns:
+            The work with ``async_op``, else None.
+        """
         wire, wire_between, exchange, round_accumulated = self.options
-        is_accumulated, self.is_accumulated = self.is_accumulated, False
-        # May have changed: FSDP2 looks at it late, too.
-        computed = self._group.mp_policy.param_dtype or self._group._orig_dtype
-        if not self.is_on or computed is not wire or (is_accumulated and not round_accumulated):
-            return self._sum_before(output_tensor, input_tensor, group, op, async_op)
+        was_accumulated, self.is_accumulated = self.is_accumulated, False
+        # Read in every call: as in FSDP2, the policy may change after ``use``.
+        gradient_dtype = self._group.mp_policy.param_dtype or self._group._orig_dtype
+        would_round = gradient_dtype is not wire or (was_accumulated and not round_accumulated)
+        if not self.is_on or would_round:
+            return self._earlier_sum(output_tensor, input_tensor, group, op, async_op)
         op, scale = _op_and_scale(op)
         result = collective.reduce_scatter(
             input_tensor, 0, group, op, async_op, wire=wire, wire_between=wire_between, exchange=exchange, scale=scale,
@@ -116,7 +122,7 @@ class _ReduceScatter:
         )  # fmt: skip
         return result[1] if async_op else None
 
-    def _sum_before(
+    def _earlier_sum(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool
     ) -> Any:
         """Sum by the reduce-scatter that was there before; scale by a kernel where the backend has no PREMUL_SUM."""

@@ -150,7 +150,7 @@ class PackedCopyService:
             packed = _Wire(now)
             arriving = _Wire(then)
             if packed.tensors:
-                _, path, more = packed.copies.pack(packed.tensors, packed.memory)
+                _, path, more = packed.plan.pack(packed.tensors, packed.memory)
                 copied, sent = copied + more, sent + packed.memory.nbytes
             through_host = backend.cuda_backend(group) in ("", "gloo")
             out = packed.messages(through_host, is_send=True)
@@ -158,7 +158,7 @@ class PackedCopyService:
             backend.send_and_receive(list(out.items()), list(into.items()), group, _NAME).wait()
             if arriving.tensors:
                 arriving.arrive(into)
-                _, path, more = arriving.copies.unpack(arriving.memory, arriving.tensors)
+                _, path, more = arriving.plan.unpack(arriving.memory, arriving.tensors)
                 copied += more
         return path, copied, sent
 
@@ -169,24 +169,25 @@ class _Wire:
     Attributes:
         tensors: of all messages.
         memory: the buffer.
-        copies: pass between the tensors and the buffer.
+        plan: pass from the tensors to the buffer, and back.
     """
 
-    def __init__(self, copies: Mapping[int, Sequence[_Copy]]) -> None:
+    def __init__(self, copies_by_peer: Mapping[int, Sequence[_Copy]]) -> None:
+        """Lay the tensors out in one buffer; without any there is no ``memory`` and no ``plan``."""
         self.tensors: list[Tensor] = []
-        self._spans: dict[int, tuple[int, int]] = {}  # by peer, first byte and the one behind
+        self._spans: dict[int, tuple[int, int]] = {}  # bytes [start, end) of each peer's message
         starts, end = [], 0
-        for peer, each in copies.items():
-            first = end
-            for copy in each:
+        for peer, copies in copies_by_peer.items():
+            start = end
+            for copy in copies:
                 self.tensors.append(copy.tensor.detach())
                 starts.append(end)
-                end += -(-copy.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-            self._spans[peer] = first, end
+                end += -(-copy.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT  # rounded up
+            self._spans[peer] = start, end
         if self.tensors:
             self.memory = empty_on(self.tensors[0].device, (end,), torch.uint8)
             layouts = tuple([(x.shape, x.dtype, x.stride()) for x in self.tensors])
-            self.copies = whole_tensors(layouts, tuple(starts))
+            self.plan = whole_tensors(layouts, tuple(starts))
 
     def messages(self, through_host: bool, *, is_send: bool) -> dict[int, Tensor]:
         """The message of every peer: in the buffer, or in host memory where the group carries no CUDA tensors."""
@@ -217,7 +218,7 @@ def _clone_overwritten(outgoing: Mapping[int, Sequence[_Copy]], receives: Sequen
 
     def is_written(x: Tensor) -> bool:
         """Whether some of the memory is overwritten."""
-        # Of the ranges that begin before its end, one ends behind its start.
+        # Overlap: of the ranges that begin before its end, the furthest end lies behind its start.
         before = bisect_left(starts, x.data_ptr() + x.nbytes)
         return before > 0 and ends[before - 1] > x.data_ptr()
 

@@ -344,10 +344,12 @@ class _Implementation(Registration):
         """Make the mask of the whole sequence, by the mask function of ``attention``.
 
         Args:
-            q_length: this rank's positions, by which all are counted; ``kv_length`` and offsets are those of a shard.
+            q_length: positions of this rank; times the ranks it is the length of the sequence. ``kv_length`` and the
+                offsets are those of a shard, and are not read.
 
         Returns:
-            Of packed documents a placeholder, by which ``attend`` finds them.
+            The mask; ``attention_mask`` where ``attention`` has no mask function. For packed documents a placeholder
+            without memory, whose note has the documents for ``attend``.
         """
         positions = q_length * self.group.size()
         documents = recurrent_layers.documents()
@@ -367,7 +369,8 @@ class _Implementation(Registration):
             )
         if attention_mask is not None and attention_mask.shape[0] != batch_size:
             raise ShapeError(f"{self.name}: attention_mask {list(attention_mask.shape)} for {batch_size} rows")
-        # Of a causal mask transformers says whether it has further conditions; of a bidirectional one something else.
+        # transformers passes allow_is_causal_skip=False for a causal mask with further conditions. Bidirectional masks
+        # have the other keyword.
         is_causal = "allow_is_bidirectional_skip" not in kwargs
         has_conditions = is_causal and not kwargs.get("allow_is_causal_skip", True)
         if self.group.size() > 1 and (has_conditions or kwargs.get("use_vmap")):
@@ -380,5 +383,5 @@ class _Implementation(Registration):
         # All queries and all keys, both from position 0 on.
         mask = self.inner_mask(batch_size, positions, positions, 0, 0, attention_mask=attention_mask, **kwargs)
         if isinstance(mask, Tensor) and not is_compiling():
-            write_mask_note(mask, _MadeMask([], {}))  # on its storage, which slices share
+            write_mask_note(mask, _MadeMask([], {}))  # `_check` then knows that a window is in it; slices have it, too
         return mask

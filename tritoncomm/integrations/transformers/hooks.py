@@ -252,21 +252,24 @@ class _JudgedParts:
 
     def __init__(self, name: str, has_attention: bool) -> None:
         self._name, self._has_attention = name, has_attention
-        # Of the modules that were found right, their children, and those that have a config.
-        self._children: list[dict[str, Any]] = []
-        self._judged: list[tuple[Any, ...]] = []
+        # The modules' dicts of children, their values when they were found right, and the modules that have a config.
+        self._live_children: list[dict[str, Any]] = []
+        self._judged_children: list[tuple[Any, ...]] = []
         self._with_config: list[Any] = []
 
     def check(self, model: Any) -> None:
         """Reject parts that were replaced since the switch, unless they are right over shards, too."""
         # Compared by identity, in a fifth of the time that a walk over the modules takes.
-        if not self._children or [tuple(children.values()) for children in self._children] != self._judged:
-            parts = [module._modules for module in model.modules()]
-            judged = [tuple(children.values()) for children in parts]
-            self._judge(model)
-            self._children, self._judged = parts, judged
-        configs = {id(module.config): module for module in self._with_config if self._has_attention}  # a few objects
-        for module in configs.values():
+        current = [tuple(children.values()) for children in self._live_children]
+        if not self._live_children or current != self._judged_children:
+            live_children = [module._modules for module in model.modules()]
+            judged_children = [tuple(children.values()) for children in live_children]
+            self._judge(model)  # raises: then the next call judges again
+            self._live_children, self._judged_children = live_children, judged_children
+        if not self._has_attention:
+            return
+        by_config = {id(module.config): module for module in self._with_config}  # a few objects
+        for module in by_config.values():
             if (name := module.config._attn_implementation) != self._name:
                 raise UnsupportedError(
                     f"{self._name}: {type(module).__name__} of {type(model).__name__} has the attention {name!r}: it "

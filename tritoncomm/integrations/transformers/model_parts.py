@@ -58,10 +58,10 @@ def wrong_part(model: Any, attention: str, sharded: bool, sharded_layers: Collec
     model = outermost(model.modules()) or model
     config = text_config(model.config)
     parts = language_parts(model)
-    kinds = [type(module) for module in parts]
-    if attention == "sdpa" and not getattr(model, "_supports_sdpa", True) and calls_registry(kinds):
+    classes = [type(module) for module in parts]
+    if attention == "sdpa" and not getattr(model, "_supports_sdpa", True) and calls_registry(classes):
         return "transformers says that it does not support 'sdpa'"
-    if problem := _wrong_source(kinds):
+    if problem := _wrong_source(classes):
         return problem
     if not sharded:
         return None
@@ -77,7 +77,7 @@ def wrong_part(model: Any, attention: str, sharded: bool, sharded_layers: Collec
         return problem
     right = {id(part) for layer in sharded_layers for part in layer.modules()}
     mixers = sorted({type(module).__name__ for module in _mixers(parts) if id(module) not in right})
-    if mixers and not _kinds(config):
+    if mixers and not _layer_types(config):  # with them, _wrong_kinds has judged the layers
         return f"{', '.join(mixers)} in its layers mixes positions, and would stop at the end of every shard"
     return None
 
@@ -128,7 +128,7 @@ def unknown_part(model: Any) -> str | None:
     if not any(_BY_TOKEN.fullmatch(name) for name in names):
         outputs = " or ".join(names) or "nothing that its annotation names"
         return f"its forward returns {outputs}, of which it is not known that it has one result for each position"
-    if _kinds(text_config(model.config)):
+    if _layer_types(text_config(model.config)):
         return None
     # Only attention that calls transformers' registry may mix positions, and the source has to show it.
     if not calls_registry([type(module) for module in language_parts(model)]):
@@ -155,7 +155,7 @@ def text_config(config: Any) -> Any:
     return config if get is None else get(decoder=True)
 
 
-def _kinds(config: Any) -> set[str]:
+def _layer_types(config: Any) -> set[str]:
     """Return the kinds of layers in a config, its ``layer_types``; an empty set where it has none."""
     return {str(kind) for kind in getattr(config, "layer_types", None) or ()}
 
@@ -167,7 +167,7 @@ def _wrong_kinds(config: Any, model: nn.Module, sharded_layers: Collection[nn.Mo
         sharded_layers: recurrent layers that compute over shards; a layer with one of them is right whatever its kind.
     """
     kinds = getattr(config, "layer_types", None) or ()
-    odd = _kinds(config) - _ATTENTION - _BY_POSITION
+    odd = _layer_types(config) - _ATTENTION - _BY_POSITION
     right = set(map(id, sharded_layers))
     for layers in model.modules() if odd and right else ():
         if isinstance(layers, nn.ModuleList) and len(layers) == len(kinds):

@@ -72,7 +72,7 @@ class _Layer:
         notes: of its batch.
         outer: forward of another layer that this one runs in.
         called: functions of the table that the layer has called, by name.
-        is_exchanged: whether one of them runs, which may call another one of ours.
+        is_in_exchange: whether one of them runs, which may call another one of ours.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class _Layer:
         self.notes = notes
         self.outer = outer
         self.called: set[str] = set()
-        self.is_exchanged = False
+        self.is_in_exchange = False
 
 
 class _Running(threading.local):
@@ -271,37 +271,40 @@ def _over_shards(module: str, name: str, original: Callable[..., Any]) -> Callab
     """
     # Transformers' models hand all keywords down, as position_ids; boundaries of documents would be those of a shard.
     # What other code passes has a role.
-    parameters = inspect.signature(original).parameters if module.startswith(MODELS) else None
+    is_of_transformers = module.startswith(MODELS)
+    parameters = inspect.signature(original).parameters if is_of_transformers else {}
     boundaries = boundaries_of(original)
 
     @wraps(original)
     def over_shards(*args: Any, **kwargs: Any) -> Any:
         layer = _layer()
-        if layer is None or layer.is_exchanged:
-            if parameters is None and layer is None and (forward := _forward()) is not None and forward.is_sharded:
-                _row(module, name, original, type(forward.model()))
+        if layer is None:
+            if not is_of_transformers and (forward := _forward()) is not None and forward.is_sharded:
+                _checked_row(module, name, original, type(forward.model()))
+            return original(*args, **kwargs)
+        if layer.is_in_exchange:  # called by a function of ours, which has all positions
             return original(*args, **kwargs)
         if name in FUSED:
-            return None
+            return None  # as where its package is missing: the layer then calls the others
         layer.called.add(name)
-        if parameters is not None:
+        if is_of_transformers:
             kwargs = {key: x for key, x in kwargs.items() if key in parameters or not isinstance(x, Tensor)}
         functions = {} if is_compiling() else layer.functions
         if original not in functions:  # reading its signature takes as long as a small exchange
-            row = _row(module, name, original, type(layer.module()))
+            row = _checked_row(module, name, original, type(layer.module()))
             functions[original] = row.over(original, layer.group, boundaries)
-        layer.is_exchanged = True
+        layer.is_in_exchange = True
         try:
             return functions[original](*args, documents=layer.notes.documents, **kwargs)
         finally:
-            layer.is_exchanged = False
+            layer.is_in_exchange = False
 
     function: Any = over_shards
     function.tritoncomm_original = over_shards, original
     return over_shards
 
 
-def _row(module: str, name: str, function: Any, caller: type) -> Recurrence | Convolution:
+def _checked_row(module: str, name: str, function: Any, caller: type) -> Recurrence | Convolution:
     """Return how a function computes over shards; reject one that nobody has registered."""
     row = row_of(name, module, function)
     if row is None:
@@ -371,7 +374,7 @@ def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
 
 
 def exit_layer(layer: nn.Module, result: Any, name: str) -> None:
-    """Close the scope; reject a forward that called not all of its functions, and so computed a shard alone."""
+    """Close the scope; reject a forward that skipped a function, and so computed a shard alone."""
     running = _running.layer
     if running is None or running.module() is not layer:
         return

@@ -96,16 +96,15 @@ def _copy_configs(changes: Changes, model: Any) -> None:
 
 
 def _set_attention(model: Any, name: str) -> None:
-    """Write the attention ``name`` into the configs of a model."""
+    """Write the attention ``name`` into the configs of a model, which ``_copy_configs`` has copied."""
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:  # transformers warns only
         raise UnsupportedError(f"switch: transformers cannot change the attention of {type(model).__name__}")
     config_class = importlib.import_module("transformers").PreTrainedConfig
-    for module in model_parts.language_parts(model):  # copied layers have a config that transformers misses
+    for module in model_parts.language_parts(model):  # transformers misses a layer with another config than the model
         config: Any = getattr(module, "config", None)
         if isinstance(config, config_class) and config._attn_implementation != name:
-            is_copy = config is vars(module).get("config")
-            if not is_copy:
+            if config is not vars(module).get("config"):  # of a property or the class, which nobody has copied
                 raise UnsupportedError(
                     f"switch: the config of {type(module).__name__} is no attribute of its own, so that it cannot have "
                     "a copy with another attention"
