@@ -477,8 +477,11 @@ def _boundaries(rows: tuple[Ints, ...], kind: Literal["cu_seqlens", "seq_idx"], 
 
 def _batch_dim(role: Exchanged | Gathered) -> int:
     """Return the dim of the rows of a batch: the first one without positions, heads or columns."""
-    roles = (role.positions, role.heads, role.columns) if isinstance(role, Exchanged) else (role.positions,)
-    return next(dim for dim in range(len(roles) + 1) if dim not in roles)
+    dims = (role.positions, role.heads, role.columns) if isinstance(role, Exchanged) else (role.positions,)
+    dim = 0
+    while dim in dims:
+        dim += 1
+    return dim
 
 
 def _joined(results: list[Any], dim: int) -> Any:
