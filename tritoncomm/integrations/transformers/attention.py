@@ -361,7 +361,8 @@ class _Implementation(Registration):
             mask = mask.expand(batch_size, 1, positions, positions)
             write_mask_note(mask, _MadeMask(documents, kwargs))
             return mask
-        attention_mask = recurrent_layers.whole_mask(attention_mask, self.name)
+        if attention_mask is not None:
+            attention_mask = recurrent_layers.whole_mask(attention_mask, self.name)
         if attention_mask is not None and attention_mask.shape[-1] != positions:
             raise ShapeError(
                 f"{self.name}: attention_mask {list(attention_mask.shape)} is not one of all {positions} positions; "

@@ -227,10 +227,10 @@ def keywords(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {"use_cache": False, **kwargs, "attention_mask": forward.notes.layer_mask}
 
 
-def whole_mask(mask: Tensor | None, label: str) -> Tensor | None:
+def whole_mask(mask: Tensor, label: str) -> Tensor | None:
     """Return the padding mask of all positions where a model, which has that of its layers, hands that to attention."""
     forward = _forward()
-    if mask is None or forward is None or notes_of(mask, label) is None:
+    if forward is None or notes_of(mask, label) is None:
         return mask
     return None if forward.mask is None else forward.mask.to(mask.device, mask.dtype)
 
