@@ -124,4 +124,8 @@ def foreign(seed: int = 0) -> ForeignForCausalLM:
         vocab_size=96, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         attn_implementation="sdpa",
     )  # fmt: skip
-    return ForeignForCausalLM(config)
+    model = ForeignForCausalLM(config).double()
+    for weight in model.parameters():
+        if weight.dim() > 1:  # transformers' are so small that no layer would change a logit by 1e-5
+            nn.init.normal_(weight, std=0.3)
+    return model

@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "tied": {"family": "llama", "tie_word_embeddings": True},
     "cohere": {"logit_scale": 0.3},
     "granite": {"logits_scaling": 3.0},
+    "gemma3_text": {"final_logit_softcapping": 0.5},
     "falcon_h1": {
         "lm_head_multiplier": 0.4, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8,
         "mamba_n_groups": 1, "mamba_chunk_size": 8,
