@@ -144,6 +144,7 @@ def gpu_main(part: Part, around: AbstractContextManager[Any] | None = None) -> i
     the process, every row has been printed, and beyond its budget it ends with the stack of every thread.
     """
     parser = part.parser()
+    parser.add_argument("--rest", metavar="PATH", help="keep the rows of this file, measure what it had no time for")
     parser.add_argument("--dry", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.dry and not torch.cuda.is_available():
@@ -167,6 +168,8 @@ def gpu_main(part: Part, around: AbstractContextManager[Any] | None = None) -> i
         path,
         {"device": device.name, "machine": device.machine()},
     )
+    if options.rest:
+        run.continue_from(options.rest)
     with around or nullcontext():
         run.measure()
     status = run.finish()

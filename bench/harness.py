@@ -6,6 +6,7 @@ as many rounds, pooled with the first, before it counts.
 """
 
 import argparse
+import json
 import math
 import shutil
 import sys
@@ -15,7 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,13 @@ class Run:
     failed: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     complete: bool = False
+
+    def continue_from(self, path: str | Path) -> None:
+        """Keep the rows of an earlier run, and measure only the cases that it had no time for."""
+        earlier = json.loads(Path(path).read_text())
+        self.rows += earlier["rows"]
+        labels = set(earlier.get("left_out", ()))
+        self.part = replace(self.part, cases=tuple(case for case in self.part.cases if _label(case) in labels))
 
     def measure(self) -> None:
         """Measure the cases that are asked for; one that raises is reported, and the others go on."""

@@ -22,6 +22,7 @@ VERSIONS = {f"{major}.{minor}" for major, minors in {
     0: range(16, 21), 1: (15, 16), 2: range(11, 31), 3: range(11, 15), 5: (23, 24),
 }.items() for minor in minors}  # fmt: skip
 H100 = "nvidia-h100-80gb-hbm3"
+H200 = "nvidia-h200"
 
 
 def rows(*path: str) -> list[dict[str, Any]]:
@@ -40,13 +41,18 @@ def kernels_of(op: str, dtype: str = "torch.bfloat16") -> list[dict[str, Any]]:
     return [row for row in found if row["case"]["dtype"] == row["case"]["out_dtype"] == dtype]
 
 
-def copies() -> str:
-    """Shares of the roof of packs and unpacks of 64 MiB and more, in runs of 64 bytes and more."""
-    found = [
-        row for op in ("pack", "unpack") for row in rows(H100, "gpu_bench.json") if row.get("case", {}).get("op") == op
-    ]
-    large = [row for row in found if row["case"]["nbytes"] >= 2**26 and row["case"]["run_bytes"] >= 64]
-    return span(row["share_of_roof"] for row in large)
+def copies(odd: bool = False) -> str:
+    """Shares of the roof, on both GPUs, of packs and unpacks of 64 MiB and more in runs of 64 bytes and more.
+
+    ``odd``: those in runs of an odd number of bytes; the others by default.
+    """
+    cases = [(row, row.get("case", {})) for device in (H100, H200) for row in rows(device, "gpu_bench.json")]
+    return span(
+        row["share_of_roof"]
+        for row, case in cases
+        if case.get("op") in ("pack", "unpack") and case["nbytes"] >= 2**26 and case["run_bytes"] >= 64
+        and case["run_bytes"] % 2 == odd
+    )  # fmt: skip
 
 
 def against(op: str, peer: str) -> str:
@@ -57,9 +63,9 @@ def compiled() -> str:
     """How much less time torch.compile takes at most for unpacks of short runs, on any GPU."""
     ratios = [
         row["ratio"]["compiled"]
-        for device in (H100, "nvidia-h200")
+        for device in (H100, H200)
         for row in rows(device, "gpu_bench.json")
-        if row.get("case", {}).get("op") == "unpack" and row["case"]["run_bytes"] <= 64
+        if row.get("case", {}).get("op") == "unpack" and row["case"]["run_bytes"] <= 64 and "compiled" in row["ratio"]
     ]
     return f"{1 - 1 / max(ratios):.0%}".replace("%", " %")
 
@@ -130,7 +136,8 @@ CLAIMS: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("{} of the host time of a GPT step", lambda: span_of("megatron_step", "GPT step", "megatron")),
         ("{} of the host time of a step", lambda: span_of("parallel", "tensor", "torch")),
         ("unpacked at {} of the speed of a plain copy", copies),
-        ("A pack of bfloat16 takes {} of the time of `split` and `cat`", lambda: against("pack", "split + cat")),
+        ("runs of an odd number of bytes at {}", lambda: copies(odd=True)),
+        ("a pack of bfloat16 takes {} of the time of `split` and `cat`", lambda: against("pack", "split + cat")),
         ("an unpack {},", lambda: against("unpack", "split + cat")),
         ("a sum of 2 to 64 parts {} of `torch.sum`'s", lambda: against("reduce", "sum")),
         ("needs up to {} less time than ours", compiled),

@@ -117,6 +117,14 @@ def test_what_there_is_no_time_for_is_left_out(run: Any) -> None:
     assert (status, "2 cases left out" in printed) == (2, True)
 
 
+def test_another_run_measures_what_there_was_no_time_for(tmp_path: Path) -> None:
+    path = tmp_path / "part.json"
+    path.write_text(json.dumps({"rows": [{"row": "first, forward"}], "left_out": ["second"]}))
+    again = harness.Run(PART, 1)
+    again.continue_from(path)
+    assert (again.part.cases, [row["row"] for row in again.rows]) == (("second",), ["first, forward"])
+
+
 def test_a_missing_peer_names_its_install_command(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hosts.missing_megatron() in ("", f"megatron-core is not installed: {hosts.MEGATRON}")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
