@@ -364,6 +364,8 @@ def _error(call: Callable[[], Any]) -> str:
 
 def _misuses(group: dist.ProcessGroup, name: str, folder: str) -> dict[str, str]:
     """The error of each misuse, on this rank."""
+    from accelerate.state import AcceleratorState  # of one kind until it is reset
+
     model, kind = _model(attn_implementation=name), _sharded_trainer()
     samples, args, errors = _samples(), _arguments(folder), {}
     plain = _quiet_trainer()(model=model, args=args, train_dataset=samples, eval_dataset=samples)
@@ -394,6 +396,10 @@ def _misuses(group: dist.ProcessGroup, name: str, folder: str) -> dict[str, str]
     generating = transformers.Seq2SeqTrainingArguments(folder, use_cpu=True, report_to=[], predict_with_generate=True)
     errors["generation"] = _error(lambda: sequence(model=_model(), args=generating, train_dataset=samples))
     errors["options"] = _options_refused(kind, args, samples)
+    # accelerate makes DDP of it on CPUs.
+    errors["fsdp"] = _error(kind(model=_model(), args=_arguments(folder, fsdp=True), train_dataset=samples).train)
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # which every later Accelerator would read
+    AcceleratorState._reset_state()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ours.register(dist.new_subgroups(1)[0], name="single")
@@ -404,6 +410,6 @@ def _misuses(group: dist.ProcessGroup, name: str, folder: str) -> dict[str, str]
 def _options_refused(kind: Any, args: Any, samples: list[dict[str, Tensor]]) -> str:
     """Options that the mixin refuses, all at once."""
     args.label_smoothing_factor, args.train_sampling_strategy = 0.1, "batch_rebalance"
-    args.accelerator_config.dispatch_batches = True
+    args.accelerator_config.dispatch_batches, args.deepspeed = True, {"zero_optimization": {"stage": 2}}
     loss = lambda *_, **__: None  # noqa: E731
     return _error(lambda: kind(model=_model(), args=args, train_dataset=samples, compute_loss_func=loss))

@@ -145,7 +145,9 @@ MISUSES = {
     "generation": "UnsupportedError: Sequence: predict_with_generate: not supported over sequence shards; set "
     "predict_with_generate=False, and generate on full sequences after switch(model, 'sdpa')",
     "options": "UnsupportedError: Sharded: compute_loss_func, label_smoothing_factor, dispatch_batches, "
-    "train_sampling_strategy='batch_rebalance': not supported over sequence shards",
+    "train_sampling_strategy='batch_rebalance', deepspeed: not supported over sequence shards",
+    "fsdp": "UnsupportedError: Sharded: FSDP was asked for, and every rank has all weights: accelerate shards them on "
+    "GPUs, and by version 2 of FSDP as DTensors. Set fsdp_config={'version': 2}, or leave fsdp out",
 }
 
 
