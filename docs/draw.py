@@ -1,5 +1,5 @@
-"""Draws docs/address_map.svg, docs/experts.svg, docs/packages.svg, and of the committed figures docs/host_time.svg and
-docs/ratios.svg.
+"""Draws docs/address_map.svg, docs/experts.svg, docs/packages.svg, and of the committed figures docs/host_time.svg,
+docs/ratios.svg and docs/memory.svg.
 
 All have a background of their own, so that they can be read on dark pages.
 """
@@ -10,6 +10,7 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -166,6 +167,51 @@ def draw_ratios() -> str:
     return picture(left + width + 30, bottom + 30, parts)
 
 
+KINDS = {"weights": "#4e79a7", "optimizer": "#7a5195", "activations": "#3f7f38", "logits": "#b85c00"}
+
+
+def draw_memory() -> str:
+    """What a rank holds at the peak of a step: a Llama 8B by the formula, a small one also as measured."""
+    from bench import memory  # imports torch
+
+    rows = [row for row in json.loads(memory.FILE.read_text())["rows"] if row["run"]["length"] == 65_536]
+    large = [memory.Run(ranks, 131_072, True) for ranks in (1, 2, 4, 8)]
+    left, width, step = 110, 470, 24
+    parts = [note(20, 26, "What each GPU holds at the peak of a training step", 14)]
+    x = 20
+    for name, color in KINDS.items():
+        parts.append(f'<rect x="{x}" y="38" width="12" height="12" fill="{color}"/>')
+        parts.append(note(x + 17, 49, name, 12))
+        x += 105
+
+    def bars(y: int, title: str, runs: list[Any], model: Any, most: float, measured: list[float]) -> int:
+        parts.append(note(20, y, title, 12))
+        for i, run in enumerate(runs):
+            held, top, at = memory.needed(model, run), y + 10 + step * i, float(left)
+            parts.append(note(20, top + 13, f"{run.ranks} GPU{'s' * (run.ranks > 1)}", 12))
+            for name, color in KINDS.items():
+                size = getattr(held, name) / memory.GIB / most * width
+                parts.append(f'<rect x="{at:.1f}" y="{top}" width="{size:.1f}" height="16" fill="{color}"/>')
+                at += size
+            parts.append(note(round(at) + 8, top + 13, f"{held.peak() / memory.GIB:.0f} GiB", 12))
+            for total in measured[i : i + 1]:
+                place = left + total / memory.GIB / most * width
+                mark = f'x1="{place:.1f}" x2="{place:.1f}" y1="{top - 3}" y2="{top + 19}"'
+                parts.append(f'<line {mark} stroke="black" stroke-width="2"/>')
+        return y + 10 + step * len(runs) + 22
+
+    title = "Llama 8B, 131,072 positions, layers checkpointed, weights sharded over all GPUs: computed"
+    y = bars(76, title, large, memory.LLAMA_8B, 330, [])
+    runs = [memory.Run(**row["run"]) for row in rows]
+    shards = [memory.needed(memory.LARGE, run).weights for run in runs]
+    totals = [row["bytes"]["optimizer"] + row["bytes"]["peak"] + shard for row, shard in zip(rows, shards, strict=True)]
+    title = "The same formula (bars) and an H200 (black marks): 0.75 billion weights, 65,536 positions"
+    y = bars(y, title, runs, memory.LARGE, 135, totals)
+    parts.append(note(20, y, "Not in it: NCCL's buffers, workspaces of libraries, fragmentation; with gradient", 12))
+    parts.append(note(20, y + 16, "accumulation, the gradients, as large as the weights", 12))
+    return picture(680, y + 30, parts)
+
+
 def package_imports() -> dict[str, set[str]]:
     """Return what each package or module right below ``tritoncomm`` imports, and the kernels, as the files say.
 
@@ -267,3 +313,4 @@ if __name__ == "__main__":
     Path(__file__).with_name("experts.svg").write_text(draw_experts())
     Path(__file__).with_name("host_time.svg").write_text(draw_host_time())
     Path(__file__).with_name("ratios.svg").write_text(draw_ratios())
+    Path(__file__).with_name("memory.svg").write_text(draw_memory())

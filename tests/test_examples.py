@@ -57,6 +57,17 @@ def test_example_trains(path: Path) -> None:
     check_losses(run(path))
 
 
+def test_the_program_of_the_trainers_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "trainer.md").read_text()
+    code = text[text.index("```python\n") + 10 :]
+    program = tmp_path / "program.py"
+    program.write_text(code[: code.index("```\n")])
+    monkeypatch.chdir(tmp_path)
+    losses = re.findall(r"'loss': '?([\d.]+)", run(program))
+    assert len(losses) == 3
+    assert float(losses[-1]) < float(losses[0])
+
+
 def test_an_exchange_of_ones_own_trains() -> None:
     check_losses(run(ROOT / "examples" / "own_exchange.py"))
 

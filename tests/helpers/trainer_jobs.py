@@ -400,6 +400,9 @@ def _misuses(group: dist.ProcessGroup, name: str, folder: str) -> dict[str, str]
     errors["fsdp"] = _error(kind(model=_model(), args=_arguments(folder, fsdp=True), train_dataset=samples).train)
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # which every later Accelerator would read
     AcceleratorState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    errors["no use_cpu"] = _error(lambda: kind(model=_model(), args=_arguments(folder, use_cpu=False)))
+    AcceleratorState._reset_state(reset_partial_state=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ours.register(dist.new_subgroups(1)[0], name="single")

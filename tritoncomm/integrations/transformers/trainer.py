@@ -311,6 +311,11 @@ class _Lanes:
     def __init__(self, accelerator: Any, group: ProcessGroup, label: str) -> None:
         self._accelerator, self._prepare_as_accelerate = accelerator, accelerator.prepare_data_loader
         self._leader = torch.distributed.get_process_group_ranks(group)[0]
+        if accelerator.num_processes != (world := torch.distributed.get_world_size()):
+            raise ArgumentError(
+                f"{label}: accelerate takes this job of {world} ranks for {accelerator.num_processes}; without a GPU, "
+                "set use_cpu=True in TrainingArguments"
+            )
         firsts = accelerator.gather(torch.tensor([self._leader], device=accelerator.device)).tolist()
         self.leaders = sorted(set(firsts))
         if any(firsts.count(leader) != group.size() for leader in self.leaders):
