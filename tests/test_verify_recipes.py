@@ -10,7 +10,7 @@ import pytest
 import torch
 from hybrid_mistakes import MISTAKES, make
 from pool import Pool
-from verify_recipes import FAULTS, OF_TORCH, RECIPES, Fault, run_in_job, run_recipe, written
+from verify_recipes import FAULTS, OF_TORCH, RECIPES, Fault, run_in_job, run_recipe, summing_gather, written
 
 from tritoncomm.verify import Report
 from tritoncomm.verify.running import Settings, verify
@@ -76,10 +76,10 @@ def test_recipes_of_torch(job: tuple[Pool, int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # accelerate has processes of its own, with its imports
-@pytest.mark.parametrize("package", ["unchanged", "transformers", "experts", "accelerate", "deepspeed"])
+@pytest.mark.parametrize("package", ["unchanged", "transformers", "log_probs", "experts", "accelerate", "deepspeed"])
 def test_recipes_of_others(job: tuple[Pool, int], package: str) -> None:
     if package != "unchanged":
-        pytest.importorskip({"experts": "transformers"}.get(package, package))
+        pytest.importorskip({"experts": "transformers", "log_probs": "transformers"}.get(package, package))
     wrong = silent(job, [package]) + problems(job, [each for each in FAULTS if each.recipe == package])
     for exchange in ("all_to_all", "auto") if package == "experts" else ():
         report = reported(job, package, Fault(package, '"tritoncomm")', f'"{exchange}")', ""))
@@ -90,6 +90,14 @@ def test_recipes_of_others(job: tuple[Pool, int], package: str) -> None:
         if not report.equal or report.counts["compared"] != 18:
             wrong.append(f"ZeRO stage {stage}: {report}")
     assert not wrong, "\n\n".join(wrong)
+
+
+def test_a_gather_that_sums_is_named(job: tuple[Pool, int]) -> None:
+    pytest.importorskip("transformers")
+    pool, world = job
+    report = pool.run(run_recipe, "log_probs", None, summing_gather, world=world, timeout=120)[0]
+    assert report.first == "norm", str(report)
+    assert f"gradient of norm.weight is {world} times the whole one" in str(report)
 
 
 @pytest.mark.parametrize("name", [*MISTAKES, ""])

@@ -4,8 +4,8 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +18,14 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import verify
 from tritoncomm.integrations import transformers as integration
+from tritoncomm.integrations.transformers import log_probabilities
 from tritoncomm.verify import running
 
-__all__ = ["FAULTS", "OF_TORCH", "RECIPES", "Fault", "run_in_job", "run_recipe", "written"]
+__all__ = ["FAULTS", "OF_TORCH", "RECIPES", "Fault", "run_in_job", "run_recipe", "summing_gather", "written"]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OF_TORCH = ("ddp", "fsdp2", "parallelize_module", "pipelining", "tensor_parallel")
-RECIPES = (*OF_TORCH, "unchanged", "transformers", "hybrid", "experts", "accelerate", "deepspeed")
+RECIPES = (*OF_TORCH, "unchanged", "transformers", "hybrid", "log_probs", "experts", "accelerate", "deepspeed")
 
 
 class Fault(NamedTuple):
@@ -69,6 +70,7 @@ FAULTS = (
         "transformers", "    ids =", "    model.model.norm.weight.register_hook(lambda grad: grad * world)\n    ids =",
         "model.norm", "times",
     ),
+    Fault("log_probs", "dist.all_reduce(parameter.grad, group=group)", "pass", "norm", "was never summed"),
     Fault("experts", "chunk(world)[rank]", "chunk(world)[0]", "model.embed_tokens", "rank 0 has 0, rank 1 has 0"),
     Fault("accelerate", "backward(losses[-1])", "backward(losses[-1] / (2 if world > 1 else 1))", "3", "is 1/2"),
     Fault("accelerate", "loader = accelerator.prepare(", "_ = accelerator.prepare(", "", "times in one process"),
@@ -85,6 +87,14 @@ def written(folder: Path, recipe: str, fault: Fault | None) -> Path:
         text = text.replace(fault.old, fault.new)
     (path := folder / f"verify_{recipe}.py").write_text(text)
     return path
+
+
+@contextmanager
+def summing_gather() -> Iterator[None]:
+    """A gather of log-probabilities whose backward reduces and scatters: losses are right, and gradients too large."""
+    gather = log_probabilities.all_gather_dim
+    with mock.patch.object(log_probabilities, "all_gather_dim", lambda x, dim, group, **_: gather(x, dim, group)):
+        yield
 
 
 @cache
