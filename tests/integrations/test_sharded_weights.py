@@ -44,8 +44,8 @@ def job(
 
 def check(name: str, alone: Results, ranks: Sequence[Results], steps: slice = slice(None)) -> None:
     """Compare the steps that all ranks have run with those of one process."""
-    # FSDP2 in bf16 without the mixin, on 2 ranks with samples of their own, differs by 4e-4 of a loss and 2e-3 of a norm;
-    # with it by 5e-4 and 3e-3.
+    # FSDP2 in bf16 without the mixin, on 2 ranks with samples of their own, differs by 4e-4 of a loss and 2e-3 of a
+    # norm; with it by 5e-4 and 3e-3.
     loss, norm, weight = (2e-3, 1e-2, 2e-4) if name in IN_BF16 else (1e-5, NORMS.get(name, 1e-5), WEIGHTS)
     for run in ranks:
         assert run.is_sharded, name
