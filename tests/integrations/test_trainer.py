@@ -8,6 +8,8 @@ import pkgutil
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from torch.distributed import TCPStore
 from trainer_jobs import KINDS, PACKED, Report, Run, run_job_of_trainers
 
 import tritoncomm
+from tritoncomm.errors import UnsupportedError
+from tritoncomm.integrations.transformers import trainer
 from tritoncomm.integrations.transformers.trainer import TRAINERS, UlyssesTrainerMixin
 
 pytestmark = [
@@ -158,6 +162,22 @@ def test_every_misuse_raises_on_every_rank(two_ranks: list[Report]) -> None:
         assert report.errors.keys() == MISUSES.keys()
         for case, text in MISUSES.items():
             assert report.errors[case].startswith(text), (case, report.errors[case])
+
+
+@pytest.mark.parametrize(("size", "is_frozen", "refused"), [(2, True, True), (4, True, False), (2, False, False)])
+def test_frozen_weights_on_gpus_in_some_of_the_ranks_are_refused(
+    monkeypatch: pytest.MonkeyPatch, size: int, is_frozen: bool, refused: bool
+) -> None:
+    """Of 4 ranks, with stand-ins for weights of a GPU that FSDP2 has sharded."""
+    monkeypatch.setattr(trainer, "DTensor", SimpleNamespace)
+    weights = [SimpleNamespace(is_cuda=True, requires_grad=not (is_frozen and n)) for n in range(2)]
+    one: Any = object.__new__(UlyssesTrainerMixin)
+    one.args, one.accelerator = SimpleNamespace(fsdp=True), SimpleNamespace(num_processes=4)
+    one.model = SimpleNamespace(parameters=lambda: weights)
+    one.sequence_group = SimpleNamespace(size=lambda: size)
+    error = pytest.raises(UnsupportedError, match="frozen weights under FSDP2 on GPUs, in sequence groups of 2 of 4")
+    with error if refused else nullcontext():
+        one._UlyssesTrainerMixin__check_weights()
 
 
 def trainers() -> Iterator[type]:
