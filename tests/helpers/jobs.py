@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pool import strict_warnings
+from torch.distributed import TCPStore
 
-__all__ = ["run_job", "without_launcher"]
+__all__ = ["run_job", "run_late_ranks", "without_launcher"]
 
 _LAUNCHERS = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_\w+|GROUP_\w+|ROLE_\w+|MASTER_\w+|TORCHELASTIC_\w+|OMPI_\w+|PMI\w*_\w+|MPI_\w+|SLURM_\w+"
@@ -54,6 +55,25 @@ def run_job(
             process.close()
             for end in pipe:
                 end.close()
+
+
+def run_late_ranks(
+    function: Callable[..., Any], world: int, *args: Any, timeout: float, env: Mapping[str, str] | None = None
+) -> list[Any]:
+    """``function(variables of all ranks, *args)`` in processes that are ranks as soon as they take these variables.
+
+    Each has its own place among them in the variable ``PLACE``, and those of ``env``. A rank that fails is an error.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    places = [{"PLACE": str(rank), "OMP_NUM_THREADS": "1", **(env or {})} for rank in range(world)]
+    results = run_job(function, places, ranks, *args, timeout=timeout)
+    assert not any(result is None or isinstance(result, str) for result in results), results
+    return results
 
 
 def _rank(

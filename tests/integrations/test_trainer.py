@@ -13,8 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from jobs import run_job
-from torch.distributed import TCPStore
+from jobs import run_late_ranks
 from trainer_jobs import KINDS, PACKED, Report, Run, run_job_of_trainers
 
 import tritoncomm
@@ -32,17 +31,7 @@ pytestmark = [
 
 
 def job(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
-    """``function(variables of all ranks, *args)`` in processes that are ranks as soon as they take these variables."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
-    ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
-    places = [{"PLACE": str(rank), "OMP_NUM_THREADS": "1"} for rank in range(world)]
-    results = run_job(function, places, ranks, *args, timeout=60.0 * world)
-    assert not any(result is None or isinstance(result, str) for result in results), results
-    return results
+    return run_late_ranks(function, world, *args, timeout=60.0 * world)
 
 
 @pytest.fixture(scope="module")
