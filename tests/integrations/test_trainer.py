@@ -157,11 +157,11 @@ def test_every_misuse_raises_on_every_rank(two_ranks: list[Report]) -> None:
 def test_frozen_weights_on_gpus_in_some_of_the_ranks_are_refused(
     monkeypatch: pytest.MonkeyPatch, size: int, is_frozen: bool, refused: bool
 ) -> None:
-    """Of 4 ranks, with stand-ins for weights of a GPU that FSDP2 has sharded."""
+    """Of 4 ranks, with stand-ins for weights of a GPU that FSDP2 has sharded, as transformers does by itself."""
     monkeypatch.setattr(trainer, "DTensor", SimpleNamespace)
     weights = [SimpleNamespace(is_cuda=True, requires_grad=not (is_frozen and n)) for n in range(2)]
     one: Any = object.__new__(UlyssesTrainerMixin)
-    one.args, one.accelerator = SimpleNamespace(fsdp=True), SimpleNamespace(num_processes=4)
+    one.args, one.accelerator = SimpleNamespace(fsdp=False), SimpleNamespace(num_processes=4)
     one.model = SimpleNamespace(parameters=lambda: weights)
     one.sequence_group = SimpleNamespace(size=lambda: size)
     error = pytest.raises(UnsupportedError, match="frozen weights under FSDP2 on GPUs, in sequence groups of 2 of 4")

@@ -245,9 +245,10 @@ class UlyssesTrainerMixin(_Base):
     def __check_weights(self) -> None:
         """Reject weights that are whole on every rank where FSDP was asked for, and a case that was wrong on GPUs."""
         # accelerate says so by a variable, too, which its launcher sets. On CPUs it leaves FSDP aside without a word.
-        is_sharded = bool(self.args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+        is_asked_for = bool(self.args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
         weights = list(self.model.parameters())
-        if is_sharded and not any(isinstance(weight, DTensor) for weight in weights):
+        is_sharded = any(isinstance(weight, DTensor) for weight in weights)  # by transformers, too, unasked
+        if is_asked_for and not is_sharded:
             raise UnsupportedError(
                 f"{type(self).__name__}: FSDP was asked for, and every rank has all weights: accelerate shards them on "
                 "GPUs, and by version 2 of FSDP as DTensors. Set fsdp_config={'version': 2}, or leave fsdp out"
