@@ -263,6 +263,30 @@ def test_messages_and_plans(group: ProcessGroup) -> None:
     assert sizes == before, "no cache has an entry for each list of sizes"
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_what_is_kept_for_backward(group: ProcessGroup, path: str) -> None:
+    """Rows are kept once, as the experts' outputs; all else is weights and positions, as docs/experts.md says."""
+    x, weights = torch.rand(6, 16, requires_grad=True), torch.rand(6, 2, requires_grad=True)
+    ids = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0], [1, 1], [2, 0]])
+    storages: dict[int, Tensor] = {}
+
+    def keep(saved: Tensor) -> Tensor:
+        storages[saved.untyped_storage().data_ptr()] = saved
+        return saved
+
+    with tritoncomm.path(path), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        dispatched = dispatch(x, ids, weights, 4, group)
+        rows, _ = dispatched.by_expert()
+        outputs = rows.clone()
+        combine(dispatched.summed(outputs), dispatched).sum()
+    kept = [saved for saved in storages.values() if saved.is_floating_point()]
+    assert sorted(saved.numel() for saved in kept) == sorted([outputs.numel(), 2 * len(dispatched.rows)])
+    assert any(saved.data_ptr() == outputs.data_ptr() for saved in kept)
+    positions = sum(saved.untyped_storage().nbytes() for saved in storages.values() if not saved.is_floating_point())
+    assert positions <= 8 * (2 * len(rows) + 2 * dispatched.rows.shape[0] + 3 * ids.numel())
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(
     ("differs", "field"), [("hidden", "shape"), ("k", "shape"), ("dtype", "dtype"), ("experts", "experts")]

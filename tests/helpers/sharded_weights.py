@@ -83,6 +83,7 @@ CASES = {
     "Qwen3-MoE": Case("qwen3_moe"),
     "Qwen3-MoE, AdamW, checkpointing": Case("qwen3_moe", {**ADAMW, **checkpointed(False)}),
     "Qwen3-MoE, experts": Case("qwen3_moe", has_experts=True),
+    "Qwen3-MoE, experts, adapters": Case("qwen3_moe", has_experts=True, has_adapters=True),
 }
 
 
@@ -94,7 +95,7 @@ class Results(NamedTuple):
         norms: of the gradients before they are clipped.
         evaluation: the loss.
         weights: of the whole model after training, as arrays.
-        is_sharded: whether every parameter is a DTensor; False in one process.
+        is_sharded: whether every parameter is a DTensor, adapters besides experts apart; False in one process.
         loads_again: whether ``save_pretrained`` wrote these weights; None if not tried.
     """
 
@@ -209,26 +210,32 @@ def _samples() -> list[dict[str, Any]]:
 
 
 def _model(case: Case) -> Any:
-    model = tiny(case.model, 0, 4).train()
-    if case.has_adapters:
-        from peft import LoraConfig, get_peft_model
+    return _adapted(case, tiny(case.model, 0, 4).train())
 
-        torch.manual_seed(1)
-        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
-    return model
+
+def _adapted(case: Case, model: Any) -> Any:
+    """The model with adapters, if the case has them."""
+    if not case.has_adapters:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    # Of a model with experts, peft's "all-linear" has the experts, too: sharded ones meet plain adapters, which raises.
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj"] if case.has_experts else "all-linear"
+    return get_peft_model(model, LoraConfig(r=4, target_modules=modules, init_lora_weights=False))
 
 
 def _with_experts(case: Case, folder: str) -> Any:
     """The model as transformers loads it from files, its weights sharded and its experts shared out."""
     transformers = _library()
     if dist.get_rank() == 0:
-        _model(case).save_pretrained(folder)
+        tiny(case.model, 0, 4).save_pretrained(folder)
     dist.barrier()
     world = dist.get_world_size()
     config = transformers.distributed.DistributedConfig(
         fsdp_size=world, ep_size=world, ep_implementation=register_experts()
     )
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+    return _adapted(case, transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=config))
 
 
 def _arguments(case: Case, folder: str, device: str) -> Any:
@@ -273,6 +280,8 @@ def _run(case: Case, kind: Any, folder: str, device: str, resumes: bool = False,
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = FP32_SUMS
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resumes and is_sharded else None)
     parameters = list(trainer.model.parameters())  # an evaluation leaves those of the root whole
+    if case.has_experts:  # adapters are added after transformers has sharded the model, and DDP has them
+        parameters = [x for x in parameters if not (case.has_adapters and x.requires_grad)]
     are_dtensors = all(isinstance(parameter, DTensor) for parameter in parameters)
     evaluation = trainer.evaluate()["eval_loss"]
     options = StateDictOptions(full_state_dict=True)

@@ -2,8 +2,9 @@
 
 import importlib.util
 import os
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,6 +32,7 @@ LAYOUTS = (
     *(pytest.param(layout, marks=pytest.mark.slow) for layout in ((4, 1, 2), (4, 2, 2))),
 )
 LENGTH = 12
+PAGE = Path(__file__).parents[2] / "docs" / "experts.md"
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +156,85 @@ def train(group: ProcessGroup, path: str, tp: int, ep: int, how: str = "") -> st
 def test_models(jobs: dict[int, Pool], folder: str, layout: tuple[int, int, int], name: str) -> None:
     world, tp, ep = layout
     assert jobs[world].run(train, saved(folder, name), tp, ep, world=world) == [""] * world
+
+
+def clip_of_the_page() -> Callable[[Iterable[Tensor], float], Tensor]:
+    """The function of docs/experts.md that clips by one norm of gradients on two meshes."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"Tensor": Tensor}
+    exec(next(block for block in blocks if "def clip(" in block), names)
+    return names["clip"]
+
+
+def save_and_load(group: ProcessGroup, path: str, folder: str, tp: int, ep: int) -> str:
+    """Two clipped steps, both kinds of checkpoint, and one more step over other numbers of ranks for the experts."""
+    from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
+
+    ours.register_experts()
+    clip, batches = clip_of_the_page(), group.size() // tp
+
+    def optimizer_of(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
+        loss_of(model, batch_of(number * batches + group.rank() // tp)).backward()
+        norm = clip(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    def step_alone(number: int) -> Tensor:
+        for other in range(batches):
+            (loss_of(alone, batch_of(number * batches + other)) / batches).backward()
+        norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        optimizer_alone.step()
+        optimizer_alone.zero_grad()
+        return norm
+
+    alone, model = loaded(path).train(), distributed(path, group, tp, ep, ours.NAME)
+    optimizer_alone, optimizer = optimizer_of(alone), optimizer_of(model)
+    for number in range(2):
+        norm, norm_alone = step(model, optimizer, number), step_alone(number)
+        assert norm_alone > 0.5, "nothing is clipped"
+        torch.testing.assert_close(norm, norm_alone, rtol=1e-5, atol=0)
+    model.save_pretrained(f"{folder}/whole")
+    model.save_pretrained(f"{folder}/shards", distributed_checkpoint=True)
+    save_optimizer_distributed(model, optimizer, f"{folder}/optimizer")
+    dist.barrier(group)
+    weights = whole_weights(model)
+    problems = [f"in one process {name} differs" for name in unequal(loaded(f"{folder}/whole"), weights)]
+    step_alone(2)
+    for other in (size for size in (1, 2, 4) if size != ep and size <= group.size()):
+        for kind in ("whole", "shards"):
+            again = distributed(f"{folder}/{kind}", group, tp, other, ours.NAME)
+            problems += [f"{kind}, ep_size {other}: {name} differs" for name in unequal(again, weights)]
+        resumed = optimizer_of(again)
+        load_optimizer_distributed(again, resumed, f"{folder}/optimizer")
+        step(again, resumed, 2)
+        for name, weight in whole_weights(again).items():
+            if (off := (weight - alone.get_parameter(name)).abs().max()) > 1e-5:
+                problems.append(f"resumed with ep_size {other}: {name} is off by {off:.2g}")
+    return "; ".join(problems)
+
+
+def whole_weights(model: Any) -> dict[str, Tensor]:
+    parameters = model.named_parameters()
+    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for name, p in parameters}
+
+
+def unequal(model: Any, weights: dict[str, Tensor]) -> list[str]:
+    """Parameters that do not have these bits."""
+    return [name for name, weight in whole_weights(model).items() if not torch.equal(weight, weights[name])]
+
+
+@pytest.mark.parametrize(
+    "layout", [(2, 1, 2), *(pytest.param(layout, marks=pytest.mark.slow) for layout in ((4, 1, 2), (4, 2, 4)))], ids=str
+)
+def test_checkpoints(jobs: dict[int, Pool], folder: str, tmp_path: Path, layout: tuple[int, int, int]) -> None:
+    """Clipping over two meshes, and checkpoints that are loaded with other numbers of ranks for the experts."""
+    world, tp, ep = layout
+    path = saved(folder, "qwen3_moe")
+    assert jobs[world].run(save_and_load, path, str(tmp_path), tp, ep, world=world) == [""] * world
 
 
 def train_shards(group: ProcessGroup, path: str) -> str:
