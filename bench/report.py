@@ -23,13 +23,16 @@ COPIED = "copied"  # the end of a mode in which ours copies more than the peer
 
 HEAD = """# Benchmarks
 
-Written by `python bench/report.py --write` from the files in `bench/results/`; a test compares the two. Every row is in
-its file, with the versions that it was measured with. This page has the targets, the means, the tables of the GPUs, and
-every row in which a peer is faster.
+Ours over what people use today, each in one run: first the kernels on GPUs, then host time on a CPU. [How they are
+measured](#how-they-are-measured) comes last. `tritoncomm bench --ranks N` measures exchanges between the ranks of your
+machine, without a clone.
+"""
 
-`make bench` measures on this machine and compares with these figures. `python -m bench` does the same part by part, and
-draws pictures. `tritoncomm bench --ranks N` measures exchanges between the ranks of your machine, without a clone.
-`make bench-against BASE=<commit>` compares two commits.
+RULES = """## How they are measured
+
+`python bench/report.py --write` writes this page from the files in `bench/results/`, and a test compares the two. Every
+row is in its file, with the versions that it was measured with. `make bench` measures on this machine and compares with
+these figures, `python -m bench` part by part with pictures. `make bench-against BASE=<commit>` compares two commits.
 
 - A **ratio** is our time over a peer's for the same work: smaller is better. Both are measured in one process, in
   rounds in which every provider takes its turn. Times of different machines do not compare; ratios do.
@@ -99,16 +102,17 @@ def page(results: Path = RESULTS) -> str:
         f"{path.parent.name}/{path.stem}": json.loads(path.read_text()) for path in sorted(results.glob("*/*.json"))
     }
     on_cpu = {name: content for name, content in files.items() if name.startswith("cpu/")}
+    described: set[str] = set()  # parts that ran on several GPUs are described once
     sections = [
         HEAD,
-        TARGETS,
+        *_gpu(files),
+        *(_section(name, content, described) for name, content in files.items() if name not in on_cpu),
         "## In short\n\n" + "\n".join(_short(files)) + "\n",
         *_communicating(files),
         *_cpu(on_cpu),
-        *_gpu(files),
+        TARGETS,
+        RULES,
     ]
-    described: set[str] = set()  # parts that ran on several GPUs are described once
-    sections += [_section(name, content, described) for name, content in files.items() if name not in on_cpu]
     return "\n".join(sections)
 
 
@@ -207,6 +211,13 @@ def _communicating(files: dict[str, dict[str, Any]]) -> list[str]:
         f"| {mode} | {mean['megatron']:.2f} | {mean['with enqueue']:.2f} | {mean['by hand']:.2f} |"
         for mode, mean in means.items()
     ]
+    lines += [
+        "",
+        "This is Python of tens of microseconds, which a GPU hides wherever the host is ahead. The reasons to prefer",
+        "tritoncomm to plain torch are passes, messages, uneven sizes and errors by name.",
+        "",
+        "![Host time of every mapping as a share of Megatron-LM's](host_time.svg)",
+    ]
     return ["\n".join(lines) + "\n"]
 
 
@@ -214,7 +225,7 @@ def _gpu(files: dict[str, dict[str, Any]]) -> list[str]:
     """Targets on a GPU: share of the roof by device, or that nothing was measured."""
     devices = {name.split("/")[0]: rows_of(found) for name, found in files.items() if name.endswith("/gpu_bench")}
     lines = [
-        "## On a GPU",
+        f"## Kernels on {' and '.join(map(_product, devices)) or 'a GPU'}",
         "",
         "The roof is a contiguous `dst.copy_(src)` that reads and writes as many bytes, measured in the same rounds; a",
         "share of 1.00 is as fast. The roof of a reduce only reads, where its file says so (`roof`). A row misses its",
@@ -249,6 +260,11 @@ def _gpu(files: dict[str, dict[str, Any]]) -> list[str]:
     return ["\n".join(lines) + "\n"]
 
 
+def _product(device: str) -> str:
+    """The name of a GPU as its maker writes it, from that of its folder."""
+    return device.upper().replace("-", " ")
+
+
 def _slower(device: str, rows: "Rows") -> list[str]:
     """A table of all rows in which a peer is faster."""
     slower = [
@@ -258,7 +274,7 @@ def _slower(device: str, rows: "Rows") -> list[str]:
         if ratio > 1 and peer not in BOUNDS
     ]
     compared = sum(len(row["ratio"].keys() - BOUNDS) for row in rows)
-    heads = ["", f"A peer is faster on {device} in these {len(slower)} of {compared} comparisons:", ""]
+    heads = ["", f"A peer is faster on {_product(device)} in these {len(slower)} of {compared} comparisons:", ""]
     return [*heads, "| row | peer | ours / peer |", "|---|---|---:|", *slower] if slower else []
 
 

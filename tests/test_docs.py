@@ -24,7 +24,7 @@ from tritoncomm.integrations.megatron import TESTED
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NOT_RUN = {"experts.md": 1, "hybrid.md": 3, "trainer.md": 3, "ulysses.md": 1}
+NOT_RUN = {"experts.md": 1, "hybrid.md": 3, "trainer.md": 3, "transformers.md": 1}
 SETUPS = {"integrations_megatron.md": 1}  # silences Megatron's warnings; the page runs without it
 # Other frameworks that blocks import, by what installs them (as `make test` does).
 PEERS = {
@@ -118,8 +118,9 @@ def test_blocks_without_their_framework_are_named(tmp_path: Path, monkeypatch: p
         assert all(package in makefile for package in re.findall(r"\S+==\S+", command))
 
 
-def test_the_script_of_the_readme_runs_under_torchrun(tmp_path: Path) -> None:
-    (script := tmp_path / "exchange.py").write_text(next(code for _, code in blocks(PAGES[0].read_text())))
+def test_the_script_of_the_mappings_runs_under_torchrun(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "mappings.md").read_text()
+    (script := tmp_path / "exchange.py").write_text(next(code for _, code in blocks(page)))
     paths = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(

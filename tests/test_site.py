@@ -37,6 +37,17 @@ def test_the_navigation_has_every_page_once() -> None:
     assert sorted(NAVIGATION) == sorted(pages)
 
 
+def test_the_readme_has_the_frameworks_of_the_navigation() -> None:
+    """In the same words and order; its own length is that of a page that people read to the end."""
+    readme = (ROOT / "README.md").read_text()
+    table = readme.partition("## With your framework\n")[2].partition("\n## ")[0]
+    linked = re.findall(r"^\| \[([^\]]+)\]\(docs/([^)]+)\) \|", table, re.MULTILINE)
+    group = (ROOT / "mkdocs.yml").read_text().partition("  - With your framework:\n")[2].partition("\n  - ")[0]
+    assert linked == re.findall(r"^ +- ([^:]+): (\S+)$", group, re.MULTILINE)
+    assert len(linked) >= 7
+    assert len(readme.split()) <= 1000
+
+
 def test_links_between_pages_become_those_of_the_site() -> None:
     text = "[a](../README.md) [b](../CONTRIBUTING.md#rules) [c](design.md) `](docs/x.md)`"
     assert site_hooks.relinked(text) == "[a](index.md) [b](contributing.md#rules) [c](design.md) `](docs/x.md)`"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tritoncomm_kernels.copy import _is_in_wire_order
 
-from bench import kept, report
+from bench import kept, memory, report
 
 DOCS = report.PAGE.parent
 README = DOCS.parent / "README.md"
@@ -130,23 +130,50 @@ def experts_times() -> str:
     return f"{row['ratio']['transformers']:.2f} and {row['ratio']['megatron']:.2f}"
 
 
+def experts_bytes() -> list[str]:
+    """MB that rank 0 sends in a larger layer, forward and backward: ours, transformers' and Megatron-LM's."""
+    (row,) = (row for row in rows("cpu", "experts.json") if row["row"].endswith("with waits"))
+    return [f"{row['sent'][provider] / 1e6:.1f}" for provider in ("ours", "transformers", "megatron")]
+
+
+def large_model() -> list[str]:
+    """GiB of a Llama 8B at 131,072 positions on 8 GPUs: weights, AdamW, activations, logits, peak."""
+    held = memory.needed(memory.LLAMA_8B, memory.Run(8, 131_072, True))
+    return [f"{x / 2**30:.0f}" for x in (held.weights, held.optimizer, held.activations, held.logits, held.peak())]
+
+
+def terms_of_a_large_model() -> str:
+    weights, optimizer, activations, logits, peak = large_model()
+    gathered = "(with the weights outside of the layers, which FSDP2 keeps gathered)"
+    return f"weights {weights}, AdamW {optimizer}, activations {activations} {gathered}, logits {logits}; {peak}"
+
+
+def distance_of_the_formula() -> str:
+    """Largest distance of a step's peak on a GPU to the formula, in percent, rounded up."""
+    found = json.loads(memory.FILE.read_text())["rows"]
+    assert len(found) == 9
+    return f"{math.ceil(100 * max(abs(memory.distances(memory.LARGE, row)['peak']) for row in found))}"
+
+
+def faults_found() -> int:
+    """Rows of the table of faults that ``verify`` has found in releases."""
+    table = (DOCS / "verify.md").read_text().partition("| release | fault |")[2].partition("\n\n")[0]
+    return table.count("\n| ")
+
+
 # By page: texts in which {} stands for what a function computes from committed files.
 CLAIMS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "README.md": [
         ("{} of the host time of a GPT step", lambda: span_of("megatron_step", "GPT step", "megatron")),
         ("{} of the host time of a step", lambda: span_of("parallel", "tensor", "torch")),
-        ("unpacked at {} of the speed of a plain copy", copies),
+        ("packed and unpacked at {} of the speed of a plain copy", copies),
         ("runs of an odd number of bytes at {}", lambda: copies(odd=True)),
-        ("a pack of bfloat16 takes {} of the time of `split` and `cat`", lambda: against("pack", "split + cat")),
-        ("an unpack {},", lambda: against("unpack", "split + cat")),
-        ("a sum of 2 to 64 parts {} of `torch.sum`'s", lambda: against("reduce", "sum")),
-        ("needs up to {} less time than ours", compiled),
-        ("over a no-op process group | {} |", lambda: host_means("megatron")),
-        ("the enqueue of a real backend (Gloo) added to both | {} |", lambda: host_means("with enqueue")),
-        ("written by hand | {} |", lambda: host_means("by hand")),
-        ("a pack takes {} of the time of `split` + `cat`", lambda: on_cpu("pack")),
-        ("an unpack {}.", lambda: on_cpu("unpack")),
+        ("a layer sends {}", lambda: " MB where transformers' `\"all_to_all\"` sends ".join(experts_bytes()[:2]) + " MB"),
+        ("holds {} GiB on each of 8 GPUs", lambda: f"{large_model()[-1]}"),
+        ("within {} % of nine runs", distance_of_the_formula),
+        ("{} faults in released versions of transformers", lambda: str(faults_found())),
     ],
+    "trainer.md": [("in GiB: {} at the peak", terms_of_a_large_model)],
     "tuning.md": [("it takes {} of the time of the order of the rows on an H100", orders)],
     "integrations_megatron.md": [
         ("a GPT step takes {} of its host time", lambda: span_of("megatron_step", "GPT step", "megatron")),
@@ -159,6 +186,9 @@ CLAIMS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     ],
     "experts.md": [
         ("it takes {} of their time", experts_times),
+        ("sends {} MB from rank 0", lambda: experts_bytes()[0]),
+        ("`\"all_to_all\"` sends {} MB", lambda: experts_bytes()[1]),
+        ("all-to-all dispatcher {} MB", lambda: experts_bytes()[2]),
         ("| 2, 2 of 8 | {} |", lambda: experts_ratios("2 of 8 experts, world 2")),
         ("| 2, 8 of 32 | {} |", lambda: experts_ratios("8 of 32 experts, world 2")),
         ("| 4, 8 of 32 | {} |", lambda: experts_ratios("8 of 32 experts, world 4")),
