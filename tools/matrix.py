@@ -62,7 +62,7 @@ HARDWARE = """
 
 | | kernels compiled | tested | times measured |
 |---|---|---|---|
-| sm_90 (H100, H200) | in CI | on one GPU | [kernels, on one GPU](benchmarks.md#kernels-on-nvidia-h100-80gb-hbm3-and-nvidia-h200) |
+| sm_90 (H100, H200) | in CI | on one GPU | [kernels, on one GPU](benchmarks.md) |
 | sm_80, sm_100 | in CI | their code on a CPU | no |
 | sm_89, sm_120 | in `make test-all` | no | no |
 | gfx942 | in CI | no | no |

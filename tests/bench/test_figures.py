@@ -168,7 +168,8 @@ CLAIMS: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("{} of the host time of a step", lambda: span_of("parallel", "tensor", "torch")),
         ("packed and unpacked at {} of the speed of a plain copy", copies),
         ("runs of an odd number of bytes at {}", lambda: copies(odd=True)),
-        ("a layer sends {}", lambda: " MB where transformers' `\"all_to_all\"` sends ".join(experts_bytes()[:2]) + " MB"),
+        ("a layer sends {} MB where", lambda: experts_bytes()[0]),
+        ('`"all_to_all"` sends {} MB', lambda: experts_bytes()[1]),
         ("holds {} GiB on each of 8 GPUs", lambda: f"{large_model()[-1]}"),
         ("within {} % of nine runs", distance_of_the_formula),
         ("{} faults in released versions of transformers", lambda: str(faults_found())),
@@ -187,7 +188,7 @@ CLAIMS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "experts.md": [
         ("it takes {} of their time", experts_times),
         ("sends {} MB from rank 0", lambda: experts_bytes()[0]),
-        ("`\"all_to_all\"` sends {} MB", lambda: experts_bytes()[1]),
+        ('`"all_to_all"` sends {} MB', lambda: experts_bytes()[1]),
         ("all-to-all dispatcher {} MB", lambda: experts_bytes()[2]),
         ("| 2, 2 of 8 | {} |", lambda: experts_ratios("2 of 8 experts, world 2")),
         ("| 2, 8 of 32 | {} |", lambda: experts_ratios("8 of 32 experts, world 2")),
