@@ -227,7 +227,7 @@ def test_several_tensors_travel_together(pool: Pool, world: int, path: str) -> N
 def run_all_reduce(group: ProcessGroup) -> int:
     world, rank, compared = group.size(), group.rank(), 0
     for shape, dtype, layout, average in product(
-        ((8,), (3, 5), (1,), (0,), (4, 4)), FLOATS[:3], ("contiguous", "strided"), (False, True)
+        ((8,), (3, 5), (1,), (0,), (4, 4), (9,)), FLOATS[:3], ("contiguous", "strided"), (False, True)
     ):
         every = [values(each, shape, dtype, layout) for each in range(world)]
         expected = by_hand([each.clone() for each in every], torch.bfloat16, dtype, 1 / world if average else None)
@@ -239,6 +239,12 @@ def run_all_reduce(group: ProcessGroup) -> int:
         collective.all_reduce(torch.ones(64), group, wire=torch.bfloat16)
     assert sum(count.calls for count in counted.values()) == 1
     assert sum(count.bytes_sent for count in counted.values()) == 64 * (world - 1) // world * (2 + 4)
+    if world == 4:  # parts of 3, 3, 3 and 0 elements, which are gathered as 3 each: 12, and copied back once
+        with record.recording() as counted:
+            collective.all_reduce(torch.ones(9), group, wire=torch.bfloat16)
+        own = (3, 3, 3, 0)[rank]
+        assert sum(count.bytes_sent for count in counted.values()) == (9 - own) * 2 + 3 * 4 * 3
+        assert sum(count.bytes_copied for count in counted.values()) == 9 * (4 + 2) + own * (4 * 2 + 4) + 2 * 9 * 4
     with pytest.raises(UnsupportedError, match="no async_op"):
         collective.all_reduce(torch.ones(4), group, async_op=True, wire=torch.bfloat16)
     with pytest.raises(ArgumentError, match="need wire"):
@@ -248,7 +254,7 @@ def run_all_reduce(group: ProcessGroup) -> int:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_rank_has_the_sum(pool: Pool, world: int) -> None:
-    assert pool.run(run_all_reduce, world=world) == [60] * world
+    assert pool.run(run_all_reduce, world=world) == [72] * world
 
 
 def run_counts(group: ProcessGroup) -> tuple[int, int, int]:

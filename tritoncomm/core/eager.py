@@ -258,12 +258,9 @@ def sum_wire(wire: Tensor, group: ProcessGroup, name: str) -> Tensor:
     return out
 
 
-def gather_parts(wire: Tensor, part: Tensor, sizes: Ints, group: ProcessGroup, name: str) -> None:
-    """Gather parts of these sizes into a flat wire; the caller reports and counts."""
-    if len(set(sizes)) == 1:
-        backend.all_gather(wire, part, group, name)
-    else:
-        backend.all_gather_list(list(wire.split(sizes)), part, group, name)
+def gather_parts(wire: Tensor, part: Tensor, group: ProcessGroup, name: str) -> None:
+    """Gather parts of one size into a flat wire, which may have this rank's; the caller reports and counts."""
+    backend.all_gather(wire, part, group, name)
 
 
 def all_to_all_single(

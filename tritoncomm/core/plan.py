@@ -231,7 +231,9 @@ def located(error: Exception, shape: Sequence[int], name: str, group: ProcessGro
 def chunk_sizes(size: int, world: int) -> Ints:
     """Return the sizes of the chunks that ``torch.chunk`` makes, zeros included: 9 over 4 ranks is (3, 3, 3, 0)."""
     run = -(-size // world)
-    return tuple(max(0, min(run, size - w * run)) for w in range(world))
+    full, rest = divmod(size, run) if run else (0, 0)
+    # Without a loop over the ranks, of which a job may have thousands.
+    return ((run,) * full + (rest,) + (0,) * (world - full - 1))[:world]
 
 
 def normalize_sizes(sizes: Any, name: str) -> Ints | None:

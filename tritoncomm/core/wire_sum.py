@@ -199,13 +199,23 @@ def all_reduce(
     out = ops.resolved(tensor).contiguous()
     made = 0 if out is tensor else 2 * out.nbytes
     flat, sizes = out.detach().view(-1), chunk_sizes(tensor.numel(), world)
-    part = flat.new_empty(sizes[rank])
+    largest = sizes[0]
+    is_even = largest * world == flat.numel()
+    # Parts of less than the largest are the last ones: of equal parts in one wire, the first elements are the sum. A
+    # message of each rank's own size would be a broadcast for every rank.
+    gathered = flat if is_even else flat.new_empty(largest * world)
+    # The sum reads all of ``flat`` chunk by chunk, so a part has memory of its own.
+    slot = flat.new_empty(largest) if is_even else gathered.narrow(0, rank * largest, largest)
+    part = slot.narrow(0, 0, sizes[rank])
     path, copied, sent, _ = _sum([flat], [(0, sizes)], part, group, name, wire, factor)
     if world == 1:
         flat.copy_(part)
     else:
-        eager.gather_parts(flat, part, sizes, group, name)
-    span.end(path, made + copied, sent + part.nbytes * (world - 1))
+        eager.gather_parts(gathered, slot, group, name)
+        if not is_even:
+            flat.copy_(gathered.narrow(0, 0, flat.numel()))
+            copied += 2 * flat.nbytes
+    span.end(path, made + copied, sent + slot.nbytes * (world - 1))
     if out is tensor:
         torch.autograd.graph.increment_version(out)
     return out

@@ -1,0 +1,84 @@
+"""Host cost of a call as the ranks grow: messages and functions entered, over a group that moves no data."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup
+
+from bench.hosts import no_op_group
+from tritoncomm import collective
+from tritoncomm.core import backend
+from tritoncomm.core.passes import Pass
+from tritoncomm.core.plan import chunk_sizes
+
+WORLDS = (2, 4, 8, 64, 512, 4096)
+LISTS = "allgather allreduce alltoall broadcast gather recv reduce reduce_scatter scatter send"
+MESSAGES = (*LISTS.split(), backend._ALL_GATHER, backend._ALL_TO_ALL, backend._REDUCE_SCATTER)
+
+
+class Cost(NamedTuple):
+    """Collectives that a call starts, and Python functions that it enters."""
+
+    messages: Counter[str]
+    functions: int
+
+
+def counted(name: str, messages: Counter[str]) -> Callable[..., Any]:
+    """The method of process groups of this name, which counts its calls."""
+    method = getattr(ProcessGroup, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        messages[name] += 1
+        return method(*args, **kwargs)
+
+    return call
+
+
+def _copy_nothing(*args: Any) -> int:
+    return 0
+
+
+def cost_of(call: Callable[[], Any]) -> Cost:
+    for _ in range(3):  # plans are made in the first call of a kind
+        call()
+    messages, functions = Counter[str](), 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal functions
+        functions += event == "call"
+
+    with mock.patch.multiple(ProcessGroup, **{name: counted(name, messages) for name in MESSAGES}):
+        sys.setprofile(count)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+    return Cost(messages, functions)
+
+
+@pytest.mark.parametrize("more", [0, 1], ids=["even", "uneven"])
+def test_a_sum_is_two_messages_on_any_number_of_ranks(more: int) -> None:
+    """An element more than the ranks divide is no broadcast for each of them, and no loop over them in Python."""
+    costs = {}
+    for world in WORLDS:
+        # Of many parts torch's path is a loop; a kernel has a table of them.
+        no_copies = mock.patch.multiple(Pass, _pack_blocks=_copy_nothing, _unpack_blocks=_copy_nothing)
+        with no_copies, no_op_group(world, world // 2) as group:
+            x = torch.zeros(64 * world + more, dtype=torch.bfloat16)
+            costs[world] = cost_of(lambda: collective.all_reduce(x, group, wire=torch.bfloat16, exchange="flat"))  # noqa: B023
+    expected = {backend._ALL_TO_ALL: 1, backend._ALL_GATHER: 1}
+    assert all(cost.messages == expected for cost in costs.values()), costs
+    assert max(cost.functions for cost in costs.values()) <= 1.05 * costs[8].functions, costs
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8, 100])
+def test_sizes_of_chunks(world: int) -> None:
+    for size in (0, 1, 2, 7, 8, 9, 99, 100, 101, 1000):
+        sizes = chunk_sizes(size, world)
+        chunks = [len(chunk) for chunk in torch.zeros(size).chunk(world)] if size else []
+        assert sizes == (*chunks, *[0] * (world - len(chunks)))
