@@ -7,9 +7,11 @@ install = -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_
 VENV := .venv
 # A run imports the same files in hundreds of processes. Where this is set, each of them would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
-# A test of ranks leaves cores idle while they wait for each other: two files at a time, in order, as files of few long
-# tests would otherwise come last, on one core. WORKERS= runs them one by one.
-WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# A test of ranks leaves cores idle while they wait for each other: three files at a time on two cores, in order, as files
+# of few long tests would otherwise come last, on one core. WORKERS= runs them one by one.
+WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
+# Ranks of the tests of frameworks have these from the start; every process would import them for five seconds.
+PRELOAD := --preload transformers.trainer,accelerate,peft
 # Triton 3.6's interpreter of kernels breaks with a newer numpy.
 oldest := torch==2.11.0 triton==3.6.0 'numpy<2.4'
 newest := torch
@@ -46,9 +48,9 @@ demo: $(DEMO)  ## trains a small transformer on two ranks
 	$(PY) -m tritoncomm demo
 
 # `make test` is the library by itself, in under five minutes on two cores. `make test-rest` is everything else that CI
-# runs: frameworks, commands, benchmarks, simulated GPUs, the documentation, inductor, and ranks that fail.
+# runs: frameworks, check mode, commands, benchmarks, simulated GPUs, the documentation, inductor, and ranks that fail.
 FAULTS := tests/debug/test_faults.py tests/p2p/test_faults.py tests/debug/test_disagreements_without_check.py
-LIBRARY := $(foreach name,core mappings p2p reshard tensor debug kernels,$(sort $(wildcard tests/$(name)/test_*.py))) \
+LIBRARY := $(foreach name,core mappings p2p reshard tensor kernels,$(sort $(wildcard tests/$(name)/test_*.py))) \
     $(foreach name,collective errors groups imports parallel record surface ulysses variables wire_sum,tests/test_$(name).py)
 LIBRARY := $(filter-out $(FAULTS) tests/core/test_compile.py tests/p2p/test_megatron.py,$(LIBRARY))
 REST := $(filter-out $(LIBRARY),$(sort $(wildcard tests/*/test_*.py tests/test_*.py)))
@@ -60,7 +62,7 @@ test: $(READY)  ## tests the library, in under five minutes
 # A GPT is trained with the newest alone: it takes half a minute, and `make test-megatron` trains it with every release.
 GPT := --deselect tests/integrations/test_megatron.py::test_a_gpt_trains_to_the_same_bits
 test-rest: $(READY) $(PEERS) $(MEGATRON:%=.megatron/%)  ## runs the other tests of CI: frameworks, commands
-	@$(PY) -m pytest -m "not slow" -q $(WORKERS) $(if $(MEGATRON),--megatron $(firstword $(megatrons)) $(GPT)) $(DURATIONS:%=--durations=%) $(REST)
+	@$(PY) -m pytest -m "not slow" -q $(WORKERS) $(PRELOAD) $(if $(MEGATRON),--megatron $(firstword $(megatrons)) $(GPT)) $(DURATIONS:%=--durations=%) $(REST)
 	$(if $(MEGATRON),$(PY) -m pytest tests/integrations/test_megatron.py -m "not slow" -q --megatron $(MEGATRON))
 
 # Every release in a process of its own; all of them run, whichever fails.
@@ -208,7 +210,7 @@ $(VENV)/.peers: $(VENV)/.ready
 	$(VENV)/bin/python $(install) -c constraints.txt $(peers)
 	@touch $@
 
-$(VENV)/.site: $(VENV)/.ready
+$(VENV)/.site: $(VENV)/.demo
 	$(VENV)/bin/python $(install) -c constraints.txt -e '.[site]'
 	@touch $@
 

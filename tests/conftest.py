@@ -1,5 +1,6 @@
 """What tests run on, and the pool of ranks."""
 
+import gc
 import inspect
 import os
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from pool import OTHERS, Pool
+from pool import OTHERS, PRELOADED, Pool
 
 if TYPE_CHECKING:
     from devices import Device
@@ -23,6 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--small", action="store_true", help="small cases on any device")
     text = "the version of megatron-core to test with: that in .megatron/VERSION, or the installed one"
     parser.addoption("--megatron", metavar="VERSION", help=text)
+    text = "modules, with commas between, that the processes of ranks have from the start; missing ones are left out"
+    parser.addoption("--preload", metavar="MODULES", default="", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", f"default:::{OTHERS}")
     if config.getoption("megatron") is not None:
         _choose_megatron(config.getoption("megatron"))
+    PRELOADED.extend(filter(None, config.getoption("preload").split(",")))
     # The kernels of a process are either interpreted or compiled, and Triton decides when it is imported.
     if config.getoption("device") == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -59,6 +63,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if "device" not in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and tests stay, and need not be looked through by every collection
 
 
 @dataclass(frozen=True)

@@ -463,7 +463,7 @@ class Block(torch.nn.Module):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+@pytest.mark.parametrize("layout", ["bshd", pytest.param("sbhd", marks=pytest.mark.slow)])
 def test_a_rank_without_positions_compiles(group: ProcessGroup, layout: str) -> None:
     sizes = [0, 6]
     dim = layout.index("s")

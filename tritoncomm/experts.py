@@ -36,7 +36,8 @@ class _Lists(NamedTuple):
     Attributes:
         pairs: ``[pairs]``, ``row*slots + slot``; -1 for a row of padding.
         rows: ``[pairs]``, the row alone; -1 likewise.
-        index: ``[rows, slots]``, the place of each in ``pairs``; past the end or negative if it is of another rank.
+        index: ``[rows, slots]``, position of each (row, slot) in ``pairs``; out of range if another rank has the
+            expert.
     """
 
     pairs: Tensor

@@ -366,7 +366,7 @@ def resolve(group: GroupLike | None, name: str) -> ProcessGroup:
         ArgumentError: no kind of group.
         GroupError: there is none, or this rank is not in it.
     """
-    if group is not None:  # asked first: of None, torch's class would be asked by a method in Python
+    if group is not None:  # None first: `isinstance(None, ProcessGroup)` takes the slow Python `__instancecheck__`
         return group if isinstance(group, ProcessGroup) else as_group(group, name)
     tensor = groups.get(ParallelMode.TENSOR)
     if tensor is not None:

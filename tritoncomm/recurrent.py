@@ -1,8 +1,9 @@
 """Recurrent layers over shards of the sequence: recurrences by heads, causal convolutions by a halo, documents apart.
 
-Every rank holds a shard of the sequence with all heads. A recurrence gets all positions of this rank's heads, in which
-it is as independent as attention; a convolution of K taps gets the last K-1 positions before the shard. Parameters stay
-whole on every rank, and their gradients are partial: they add up over the group, as those of all other layers there.
+Every rank holds a shard of the sequence with all heads. Each rank runs the recurrence over the full sequence for its
+share of the heads; like attention, a recurrence is independent per head. A convolution of K taps gets the last K-1
+positions before the shard. Parameters are whole on every rank, and their gradients are partial: they add up over the
+group.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,8 +34,8 @@ class Exchanged(NamedTuple):
     """Role of a tensor with positions and heads, in these dims: a rank gets all positions of its heads.
 
     Attributes:
-        columns: dim in which the function is independent, too, as the values' last one is. More ranks than heads split
-            it; without any such tensor they are refused.
+        columns: value dim, along which the recurrence is independent, too. It is split when there are more ranks than
+            heads; if no tensor has one, that raises.
     """
 
     positions: int = 1
@@ -485,7 +486,7 @@ def _batch_dim(role: Exchanged | Gathered) -> int:
 
 
 def _joined(results: list[Any], dim: int) -> Any:
-    """Concatenate results along a dim; of several for each document all but the first are None."""
+    """Concatenate the first result over documents along a dim; further results become None."""
     if not isinstance(results[0], tuple):
         return torch.cat(results, dim)
     return torch.cat([returned[0] for returned in results], dim), *[None] * (len(results[0]) - 1)

@@ -1,6 +1,6 @@
 """Ranks in fresh processes that are told about their job by environment variables only."""
 
-import multiprocessing
+import gc
 import os
 import re
 import sys
@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pool import strict_warnings
+from pool import fork_server, strict_warnings
 from torch.distributed import TCPStore
 
 __all__ = ["run_job", "run_late_ranks", "without_launcher"]
@@ -37,8 +37,7 @@ def run_job(
     A rank that raises gives its exception's text, one that does not answer in time None; those of ``lost`` are not
     waited for, and give None. The first job of this process imports the modules of ``preload`` once for all ranks.
     """
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "numpy", *preload])
+    context = fork_server(preload)
     pipes = [context.Pipe() for _ in ranks]
     processes = [
         context.Process(target=_rank, args=(theirs, variables, list(sys.path), function, args), daemon=True)
@@ -80,6 +79,7 @@ def _rank(
     connection: Any, variables: dict[str, str], path: list[str], function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     sys.path[:] = path
+    gc.freeze()  # modules stay, and need not be looked through by every collection
     strict_warnings()
     for name in os.environ.keys() - without_launcher(os.environ).keys():
         del os.environ[name]

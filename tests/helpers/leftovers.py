@@ -1,7 +1,6 @@
 """What a case of faults must not leave behind: processes, descriptors (ports are some of them), shared memory."""
 
 import gc
-import multiprocessing
 import os
 import re
 import time
@@ -10,6 +9,8 @@ from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
+
+from pool import fork_server
 
 __all__ = ["Holdings", "nothing_left"]
 
@@ -56,8 +57,7 @@ def _target(name: str) -> str:
 @contextmanager
 def nothing_left() -> Iterator[None]:
     """What the block started is gone when it ends."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+    fork_server()
     forkserver.ensure_running()
     resource_tracker.ensure_running()
     before = Holdings()

@@ -1,6 +1,7 @@
 """Ranks in processes, eight of Gloo by default, that run many functions: ``pool.run(function, *args, world=2)``."""
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -19,7 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-__all__ = ["COLLECTIVE", "RANK_LISTS", "Pool", "WorkerError", "group_of", "mesh_of_four", "strict_warnings"]
+__all__ = [
+    "COLLECTIVE", "PRELOADED", "RANK_LISTS", "Pool", "WorkerError", "fork_server", "group_of", "mesh_of_four",
+    "strict_warnings",
+]  # fmt: skip
 
 WORLD = 8
 RANK_LISTS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), tuple(range(WORLD)), (0, 2), (1, 3), (2, 3))
@@ -45,6 +49,17 @@ TELL = signal.SIGRTMIN + 5  # a rank that gets it writes the stacks of its threa
 _OURS = "|".join(["tritoncomm", "tests", "bench", *(path.stem for path in Path(__file__).parent.glob("*.py"))])
 OTHERS = f"(?!({_OURS}))"
 """Pattern of the modules of third parties, whose warnings a stranger's tests do not depend on."""
+
+
+PRELOADED = ["torch", "torch.distributed", "numpy"]
+"""Modules that the fork server imports, once for all processes; ``--preload`` adds to them before the first."""
+
+
+def fork_server(more: Sequence[str] = ()) -> Any:
+    """Context of processes that have ``PRELOADED`` from the start, and ``more`` if these are the first processes."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, *more])
+    return context
 
 
 class WorkerError(AssertionError):
@@ -148,8 +163,7 @@ class Pool:
         if self._workers:
             return
         self.started += 1
-        context: Any = multiprocessing.get_context("forkserver")  # torch is imported once, not eight times
-        context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+        context = fork_server()
         # As torchrun's agent does, this process keeps the store: it outlives any rank.
         import torch.distributed as dist
 
@@ -244,6 +258,7 @@ def _work(
         import torch
         import torch.distributed as dist
 
+        gc.freeze()  # modules stay: without them a collection takes a millisecond, and tests make thousands
         torch.set_num_threads(1)
         bound = {}
         if gpus:

@@ -397,7 +397,7 @@ def test_recomputation(group: ProcessGroup, name: str, use_reentrant: bool) -> N
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("fullgraph", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_layers_compile(group: ProcessGroup, fullgraph: bool) -> None:
     def change(model: Any) -> None:
         for layer in model.model.layers[2:]:  # one of each kind

@@ -48,20 +48,22 @@ def test_lists_of_rows(
     first, second = kind
     wide = torch.float64 if torch.float64 in kind else torch.float32
     shapes = [(5, 4, 2, 33, 7), (9, 3, 8, 40, 0), (4, 6, 1, 16, 16), (0, 3, 2, 8, 0), (3, 0, 4, 8, 0), (40, 9, 5, 8, 8)]
-    for count, lists, slots, row, gap in [*shapes, (6, 3, 2, 1100, 4), (2, 2, 3, 1, 1), (5, 4, 2, 0, 8)]:
-        for index_dtype in (torch.int64, torch.int32):
-            at = device.at
-            monkeypatch.setattr(torch_path, "_BUFFERED", 100 if index_dtype is torch.int32 else 1 << 18)  # many blocks
-            index, pair = lists_of(count, lists, slots, index_dtype, at)
-            weights = make(lists, slots, wide, gap, 3, at)
-            x, out = make(count, row, first, gap, 1, at), make(lists, row, second, gap, 2, at)
-            in_every_way(lambda m, x, i, w, out: m.sum_rows(x, i, w, out), x, index, weights, out, nan=True)
-            in_every_way(lambda m, x, i, out: m.sum_rows(x, i, None, out), x, index, out, nan=True)
-            x, out = make(lists, row, first, gap, 1, at), make(count, row, second, gap, 2, at)
-            in_every_way(lambda m, x, p, w, out: m.scale_rows(x, p, w, out), x, pair, weights, out, nan=True)
-            dots = make(lists, slots, wide, 0, 4, at)
-            y = make(count, row, second, gap, 5, at)
-            in_every_way(lambda m, x, y, p, out: m.dot_rows(x, y, p, out), x, y, pair, dots, nan=True)
+    shapes += [(6, 3, 2, 1100, 4), (2, 2, 3, 1, 1), (5, 4, 2, 0, 8)]
+    at = device.at
+    for place, (count, lists, slots, row, gap) in enumerate(shapes):
+        # Both dtypes of indices for every shape: one with bits, the other with numbers.
+        index_dtype = (torch.int64, torch.int32)[(place + (make is rows)) % 2]
+        monkeypatch.setattr(torch_path, "_BUFFERED", 100 if index_dtype is torch.int32 else 1 << 18)  # many blocks
+        index, pair = lists_of(count, lists, slots, index_dtype, at)
+        weights = make(lists, slots, wide, gap, 3, at)
+        x, out = make(count, row, first, gap, 1, at), make(lists, row, second, gap, 2, at)
+        in_every_way(lambda m, x, i, w, out: m.sum_rows(x, i, w, out), x, index, weights, out, nan=True)
+        in_every_way(lambda m, x, i, out: m.sum_rows(x, i, None, out), x, index, out, nan=True)
+        x, out = make(lists, row, first, gap, 1, at), make(count, row, second, gap, 2, at)
+        in_every_way(lambda m, x, p, w, out: m.scale_rows(x, p, w, out), x, pair, weights, out, nan=True)
+        dots = make(lists, slots, wide, 0, 4, at)
+        y = make(count, row, second, gap, 5, at)
+        in_every_way(lambda m, x, y, p, out: m.dot_rows(x, y, p, out), x, y, pair, dots, nan=True)
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -150,9 +150,13 @@ def overlapped_hop(rank: int, group: Any, wait: bool) -> None:
 
 
 def resources() -> tuple[int, int]:
-    """Open file descriptors and threads of this process."""
+    """Open file descriptors and threads of this process, once threads of the store have closed their connections."""
     gc.collect()
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    looks = []
+    for _ in range(5):
+        time.sleep(0.05)
+        looks.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return min(looks)
 
 
 def rounds_of_initialize(rank: int, shared: Any) -> list[tuple[int, int]]:

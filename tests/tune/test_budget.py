@@ -96,7 +96,7 @@ def test_a_budget_that_is_over_at_once_ends_with_a_sentence(judge: list[tuple[st
     code = tune_command.verdict(
         outcome, SimpleNamespace(print=lambda line, **_: lines.append(line), is_terminal=False, stderr=False, width=80)
     )  # type: ignore[arg-type]
-    assert (code, outcome.state) == (0, search.OUT_OF_TIME)
+    assert (code, outcome.state) == (1, search.OUT_OF_TIME)
     assert "0 results" in lines[0]
     assert "over before the first one: give a larger --budget" in lines[0]
     assert outcome.path is not None

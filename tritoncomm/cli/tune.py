@@ -63,8 +63,8 @@ def tune(
     only lists. The last needs no GPU: it compiles every candidate, leaves out those that spill, need too many
     registers or lose the width of their accesses, and ranks the rest by a static cost, which is no time.
 
-    Exits with 0 when done or out of time, 1 when an output was wrong, 2 for invalid arguments or without a GPU, 130
-    when interrupted.
+    Exits with 0 when done or out of time, 1 when an output was wrong or there is no result, 2 for invalid arguments or
+    without a GPU, 130 when interrupted.
     """
     request = Request(op or (), shape or (), world or (), dtype or (), model, tensor_parallel, tokens, budget, out)
     console, errors = terminal(), terminal(stderr=True)  # standard output gets the tables or one JSON document
@@ -174,7 +174,10 @@ def show_measured(outcome: Outcome, console: Console) -> None:
 
 
 def verdict(outcome: Outcome, console: Console) -> int:
-    """Print the last lines; return the exit code: 0 done or out of time, 1 an output was wrong, 130 interrupted."""
+    """Print the last lines; return the exit code.
+
+    0 is done or out of time, 1 that an output was wrong or there is no result, 130 interrupted.
+    """
     for line in outcome.wrong:
         say(console, f"wrong output: {line}", "red")
     where = f" in {outcome.path}" if outcome.path is not None else ""
@@ -187,4 +190,4 @@ def verdict(outcome: Outcome, console: Console) -> int:
     say(console, line)
     if outcome.wrong:
         return 1
-    return 130 if outcome.state == INTERRUPTED else 0
+    return 130 if outcome.state == INTERRUPTED else int(not outcome.content["results"])

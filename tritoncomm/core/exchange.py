@@ -45,7 +45,7 @@ class Exchange(NamedTuple, Generic[_Pack, _Unpack]):
     """Value of a planner: which blocks go to which ranks, and which arrive.
 
     Attributes:
-        pack: pass from the tensors to the wire; None where the wire is the one tensor, made contiguous.
+        pack: pass from the tensors to the wire; None: send the single input as is, made contiguous.
         unpack: pass from the received wire to the results; None where the wire is the one result.
         shapes: of the results; needed unless the caller has memory for what arrives.
         send_counts, recv_counts: elements to and from each rank, or rows without ``pack``; empty if all are equal.

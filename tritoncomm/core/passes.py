@@ -25,7 +25,7 @@ from tritoncomm.record import CopyPath
 
 __all__ = ["Pass", "TablePass", "WrittenBox", "takes_kernel", "whole_tensors"]
 
-_IN_ORDER = 4  # number of parts that torch.sum adds in order; of more parts it sums some first
+_IN_ORDER = 4  # `torch.sum` adds up to 4 terms sequentially, more pairwise
 _CHECKED = 64  # blocks of a pass that are always compared with its wire
 _BUFFERS = 16  # a pass by torch with a scale needs a buffer, of so large a part of a block
 _ARITHMETIC = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -50,7 +50,7 @@ class Pass:
         blocks: no two of one pass share bytes of the wire, and together they have all of them, where it has one dtype.
             Their order decides the order of sums.
         dtypes: of every tensor's elements in the wire.
-        elements: of the wire, whose dtype is the first of ``dtypes``.
+        elements: size of the wire in elements of ``dtypes[0]``.
         sums: an unpack adds up blocks of the same elements, and the indices of a first dim of stride 0, in order, with
             one rounding.
 

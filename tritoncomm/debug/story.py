@@ -35,8 +35,8 @@ def _group_text(group: str, record: Record) -> str:
 
 def story(records: Sequence[Record]) -> list[str]:
     """Describe in lines of text where the ranks of a job diverged, and the calls in which they were."""
-    # Causes first: by group its first differing call and its messages; circles; uncaught errors; missing and foreign
-    # records. Then what came of them: the call of each rank, and collectives that devices have not completed.
+    # Root causes before symptoms: mismatched calls and messages of each group, deadlock cycles, exceptions, missing and
+    # foreign records; then the call in which each rank is blocked, and collectives that devices have not completed.
     joined: _Joined = {}
     lines: list[str] = []
     for group in sorted({group for each in records for group in each.hashes}):

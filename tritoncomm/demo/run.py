@@ -19,6 +19,9 @@ __all__ = ["DemoError", "Outcome", "run"]
 
 Follow = Callable[[str, int, float], None]
 _POLL_S = 0.1
+# Seconds until the ranks and the single process have made their first step. A busy machine imports torch for minutes; a
+# process that fails meanwhile ends, which is seen at once.
+_START_S = 900.0
 
 
 class DemoError(RuntimeError):
@@ -62,7 +65,7 @@ def run(settings: Settings, follow: Follow | None = None, prepare: Callable[[], 
     context: Any = multiprocessing.get_context("forkserver")  # imports torch once; with spawn every process does
     context.set_forkserver_preload(["torch", "torch.distributed"])
     results: dict[str, Trained] = {}
-    queue, last_message = context.Queue(), time.monotonic()
+    queue, last_message, begun = context.Queue(), time.monotonic(), set[str]()
     arguments = settings, _free_port(), queue, prepare
     started: Any = start_processes(
         rank_main, arguments, settings.ranks + 1, join=False, daemon=True, start_method="forkserver"
@@ -74,12 +77,13 @@ def run(settings: Settings, follow: Follow | None = None, prepare: Callable[[], 
             while not queue.empty():
                 role, news = queue.get()
                 last_message = time.monotonic()
+                begun.add(role)
                 if isinstance(news, Trained):
                     results[role] = news
                 elif follow is not None:
                     follow(role, *news)
             quiet = time.monotonic() - last_message
-            if quiet > settings.timeout:
+            if quiet > (settings.timeout if len(begun) == 2 else _START_S):
                 finished = sum(process.exitcode == 0 for process in started.processes)
                 raise DemoError(
                     f"nothing happened for {quiet:.0f} s; {finished} of {settings.ranks + 1} processes had finished"

@@ -247,7 +247,7 @@ def all_to_all_sp2hp(input_: Tensor, group: GroupLike | None = None, use_nccl_st
 
     ``out[k*t + i, :]`` is row i of rank k, columns ``r*H/W`` to ``(r+1)*H/W`` on rank r.
 
-    Shape: ``[t.., H] -> [t*W, H/W]``, always 2-D; leading dims are flattened.
+    Shape: ``[t.., H] -> [t*W, H/W]``, always 2-D; leading dims are flattened. ``all_to_all_dims`` takes uneven sizes.
 
     Raises:
         ShapeError: H does not divide by W; before anything is sent.
@@ -264,7 +264,7 @@ def all_to_all_hp2sp(input_: Tensor, group: GroupLike | None = None, use_nccl_st
 
     The inverse of ``all_to_all_sp2hp``.
 
-    Shape: ``[T.., h] -> [T/W, h*W]``, always 2-D; leading dims are flattened.
+    Shape: ``[T.., h] -> [T/W, h*W]``, always 2-D; leading dims are flattened. ``all_to_all_dims`` takes uneven sizes.
 
     Raises:
         ShapeError: the number of rows T does not divide by W; before anything is sent.

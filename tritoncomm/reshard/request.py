@@ -197,7 +197,7 @@ def sides_of(
 ) -> tuple[Sides, list[Wrap | None]]:
     """Read the layouts of all tensors of a call: (both layouts by name, functions that wrap local results).
 
-    Reject a name that a rank lacks and has a part of.
+    Raise if this rank owns a shard of a tensor that it did not pass.
     """
     by_name, outs = named(tensors, name), None if out is None else named(out, name)
     layouts, targets = (_per_tensor(each, names, name) for each in (source, target))

@@ -152,7 +152,7 @@ class CommSpec:
             return run_collective(tensor, self._collective(tensor, members))
         dims = [checked_dim(tensor, dim, self.comm_pattern.value) for dim in self.gather_dim]
         first, second = self.logical_process_axes
-        # Of one dim over both axes ``first`` is the fastest one, so the other comes before it.
+        # If one dim is sharded over both axes, ``first`` varies fastest: list it last.
         axes_by_dim = ((first,), (second,)) if first != second else ((1 - first, first),)
         mesh = self.sharding_spec.device_mesh
         return mixed_gather(tensor, dict(zip(dims, axes_by_dim, strict=True)), mesh, members.group)

@@ -157,7 +157,8 @@ class Found(NamedTuple):
     """Result of a search.
 
     Attributes:
-        relation: the first that fits, of values that differ the only one but by chance; None if none does.
+        relation: the first relation that explains the values, or None. If the values differ between ranks, a second
+            match would be a coincidence.
         error: largest absolute difference to it, or to the nearest relation by shapes.
         nearest: if none fits, the relation with the fewest wrong ranks, and of these with the smallest difference.
         partial: if none fits, one by which every rank is right, but all together hold a part of the tensor.

@@ -288,7 +288,7 @@ def _compare(
     expected = [_summary(incoming.get(peer, ())) for peer in peers]
     device = backend.default_device(backend.cuda_backend(group))
     own = torch.tensor([sent, expected], dtype=torch.int64, device=device).transpose(0, 1).contiguous()
-    # ``[peer, 0]`` is what goes to a peer, ``[peer, 1]`` what is expected of it; from the peers, the same of theirs.
+    # own[p] = (summary of messages to p, summary of messages expected from p); theirs[p] is p's view of the same pair.
     theirs = Exchange(shapes=(own.shape,)).start((own,), group, _NAME, asynchronous=False).received
     for peer, (peer_sends, peer_expects) in enumerate(theirs.tolist()):
         directions = (peer, rank, peer_sends, expected[peer]), (rank, peer, sent[peer], peer_expects)

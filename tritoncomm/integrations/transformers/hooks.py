@@ -151,7 +151,7 @@ class Switch:
             check_bidirectional(label, kwargs.get("position_ids"), registration(self.name).group)
 
     def _begin(self, model: Any, args: Any, kwargs: Any) -> Any:
-        """Reject a batch that ``shard_batch`` did not make; hand its positions down to recurrent layers."""
+        """Reject a batch that ``shard_batch`` did not make; attach its shard to the recurrent layers."""
         if self.name not in registered or not self.is_active(model):
             return None
         label = f"{self.name}: {type(model).__name__}"
