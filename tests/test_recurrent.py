@@ -118,7 +118,10 @@ def test_ranks_of_a_head_split_its_columns(
     compare(group, (q, k, v, g), out, sizes, 1, ours)
     # The same with other dims, and a parameter of each head.
     decay = drawn(values, seed=5).requires_grad_()
-    turned = lambda v, q, k, a: rule(q, k, v.permute(3, 1, 0, 2), a.expand(2, v.shape[1], -1))[0].permute(2, 1, 3, 0)  # noqa: E731
+
+    def turned(v: Tensor, q: Tensor, k: Tensor, a: Tensor) -> Tensor:
+        return rule(q, k, v.permute(3, 1, 0, 2), a.expand(v.shape[3], v.shape[1], -1))[0].permute(2, 1, 3, 0)
+
     v = drawn(values, n, width, 2, seed=6).requires_grad_()
     out = alone(lambda v, q, k: turned(v, q, k, decay), starts, n, 1, v, q, k)
     columns = Exchanged(1, 0, 2)

@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from tritoncomm.core.call import compare_arguments
+from tritoncomm.core.documents import group_documents
 from tritoncomm.core.heads import HeadLayout, HeadShare, split_heads
 from tritoncomm.core.plan import Ints, check_split_sizes, located, normalize_sizes
 from tritoncomm.core.validation import check_kind, checked_ints
@@ -86,7 +87,7 @@ def by_heads(
             those of this rank's heads.
         boundaries: argument by which ``function`` keeps documents apart, so that one call computes all of them:
             ``cu_seqlens``, int32 ``[documents + 1]`` of a batch of one row, to which rows are joined (positions have
-            to be dim 1); or ``seq_idx``, int32 ``[b, S]``. Without it ``function`` is called for each document.
+            to be dim 1); or ``seq_idx``, int32 ``[b, S]``. Without it ``function`` is called for each length of documents, which are rows of its batch.
 
     Returns:
         A function with the arguments of ``function`` and two more by keyword. ``documents``: global starts of packed
@@ -214,7 +215,7 @@ class _ByHeads:
         if self.boundaries is not None and any(len(row) > 2 for row in stops):
             stops = stops * (call.batch_size if len(stops) == 1 else 1)
             return _with_boundaries(self.function, arguments, call.roles, stops, self.boundaries)
-        return _by_documents(self.function, arguments, call.roles, stops, self.result)
+        return _by_documents(self.function, arguments, call.roles, stops, call.batch_size, self.result)
 
     def to_sequence(self, returned: Any, call: _ShardedCall) -> Any:
         """Return the results with the first one over this rank's positions of all heads."""
@@ -397,39 +398,35 @@ def _by_documents(
     arguments: Mapping[int | str, Any],
     parts: Mapping[int | str, Role],
     rows: Sequence[Ints],
+    batch_size: int,
     result: Exchanged,
 ) -> Any:
-    """Call ``function`` for each document, and concatenate its results.
+    """Call ``function`` for the documents of each length, and bring its results into the order of the batch.
 
     Args:
         rows: starts of the documents, and the end; of all rows of the batch, or of each.
     """
-    batch = _batch_dim(result)
+    if len(rows) == 1 and len(rows[0]) == 2:
+        return _call(function, arguments)
+    split = {key: role for key, role in parts.items() if isinstance(role, Exchanged | Gathered)}
+    groups = group_documents(tuple(rows), batch_size, arguments[next(iter(split))].device)
+    tensors = {key: groups.split(arguments[key], _batch_dim(role), role.positions) for key, role in split.items()}
+    results = [
+        _call(function, {key: tensors[key][number] if key in tensors else x for key, x in arguments.items()})
+        for number in range(len(groups.groups))
+    ]
+    is_tuple = isinstance(results[0], tuple)
+    firsts = [returned[0] if is_tuple else returned for returned in results]
+    batch = groups.join(firsts, _batch_dim(result), result.positions)
+    return (batch, *[None] * (len(results[0]) - 1)) if is_tuple else batch
 
-    def called(row: int | None, start: int, stop: int) -> Any:
-        args, kwargs = [], {}
-        for key, x in arguments.items():
-            role = parts.get(key)
-            if isinstance(role, Exchanged | Gathered):
-                if row is not None:
-                    x = x.narrow(_batch_dim(role), row, 1)
-                if stop - start < rows[0][-1]:
-                    x = x.narrow(role.positions, start, stop - start)
-            if isinstance(key, int):
-                args.append(x)
-            else:
-                kwargs[key] = x
-        return function(*args, **kwargs)
 
-    if len(rows) == 1:
-        results = [called(None, start, stop) for start, stop in pairwise(rows[0])]
-        return results[0] if len(results) == 1 else _joined(results, result.positions)
-    return _joined(
-        [
-            _joined([called(row, start, stop) for start, stop in pairwise(stops)], result.positions)
-            for row, stops in enumerate(rows)
-        ],
-        batch,
+def _call(function: _Function, arguments: Mapping[int | str, Any]) -> Any:
+    """Call ``function`` with arguments by position and by name."""
+    positional = sorted(key for key in arguments if isinstance(key, int))
+    return function(
+        *[arguments[key] for key in positional],
+        **{key: x for key, x in arguments.items() if isinstance(key, str)},
     )
 
 
@@ -445,35 +442,46 @@ def _with_boundaries(
     Args:
         rows: starts of the documents of every row, and the end.
     """
-    positional = [key for key in arguments if isinstance(key, int)]
     tensors = dict(arguments)
     device = next(x for key, x in arguments.items() if isinstance(parts.get(key), Exchanged)).device
-    # The same tensor for all layers: fla keeps what it has computed, with a wait of the host, for the last one.
-    make = _boundaries.__wrapped__ if is_compiling() else _boundaries
-    starts = make(tuple(rows), kind, device)
+    starts = document_boundaries(tuple(rows), kind, device)
     if kind == "cu_seqlens":
         for key, role in parts.items():
             if isinstance(role, Exchanged | Gathered):
                 tensors[key] = tensors[key].flatten(0, 1)[None]
-    args = [tensors.pop(key) for key in sorted(positional)]
-    keywords = {str(key): x for key, x in tensors.items()}
-    returned = function(*args, **{**keywords, kind: starts})
+    returned = _call(function, {**tensors, kind: starts})
     out, *rest = returned if isinstance(returned, tuple) else (returned,)
     if kind == "cu_seqlens":
         out = out[0].unflatten(0, (len(rows), rows[0][-1]))
     return (out, *[None] * len(rest)) if isinstance(returned, tuple) else out
 
 
+def document_boundaries(rows: tuple[Ints, ...], kind: Literal["cu_seqlens", "seq_idx"], device: torch.device) -> Tensor:
+    """Return the boundaries of documents: of all rows joined, or for each position the number of its document.
+
+    Layers of a batch get the same tensor. Each would wait for its stream to copy one to a GPU, and fla keeps what it
+    has computed, with a wait, for the last tensor.
+
+    Args:
+        rows: starts of the documents of every row, and the end.
+    """
+    return _make_boundaries(rows, kind, device) if is_compiling() else _kept_boundaries(rows, kind, device)
+
+
 @lru_cache(maxsize=8)
-def _boundaries(rows: tuple[Ints, ...], kind: Literal["cu_seqlens", "seq_idx"], device: torch.device) -> Tensor:
-    """Return the boundaries of documents: of all rows joined, or for each position the number of its document."""
-    with torch.inference_mode(mode=False):  # they are kept for a backward
-        if kind == "cu_seqlens":
-            joined = [row * stops[-1] + start for row, stops in enumerate(rows) for start in stops[:-1]]
-            return torch.tensor([*joined, len(rows) * rows[0][-1]], dtype=torch.int32, device=device)
-        lengths = [torch.tensor([stop - start for start, stop in pairwise(stops)]) for stops in rows]
-        numbers = [torch.arange(len(row)).repeat_interleave(row) for row in lengths]
-        return torch.stack(numbers).to(device, torch.int32)
+def _kept_boundaries(rows: tuple[Ints, ...], kind: Literal["cu_seqlens", "seq_idx"], device: torch.device) -> Tensor:
+    """Make the boundaries of a batch, which may be kept for a backward."""
+    with torch.inference_mode(mode=False):
+        return _make_boundaries(rows, kind, device)
+
+
+def _make_boundaries(rows: tuple[Ints, ...], kind: Literal["cu_seqlens", "seq_idx"], device: torch.device) -> Tensor:
+    if kind == "cu_seqlens":
+        joined = [row * stops[-1] + start for row, stops in enumerate(rows) for start in stops[:-1]]
+        return torch.tensor([*joined, len(rows) * rows[0][-1]], dtype=torch.int32, device=device)
+    lengths = [torch.tensor([stop - start for start, stop in pairwise(stops)]) for stops in rows]
+    numbers = [torch.arange(len(row)).repeat_interleave(row) for row in lengths]
+    return torch.stack(numbers).to(device, torch.int32)
 
 
 def _batch_dim(role: Exchanged | Gathered) -> int:
@@ -486,7 +494,7 @@ def _batch_dim(role: Exchanged | Gathered) -> int:
 
 
 def _joined(results: list[Any], dim: int) -> Any:
-    """Concatenate the first result over documents along a dim; further results become None."""
+    """Concatenate the first result of several calls along a dim; further results become None."""
     if not isinstance(results[0], tuple):
         return torch.cat(results, dim)
     return torch.cat([returned[0] for returned in results], dim), *[None] * (len(results[0]) - 1)

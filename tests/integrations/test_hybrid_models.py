@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tritoncomm
+from tritoncomm import recurrent
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.groups import make_group
 from tritoncomm.integrations import transformers as ours
@@ -341,6 +342,55 @@ def test_no_tensor_has_the_positions_squared(group: ProcessGroup) -> None:
     assert largest <= max(64 * 64, 512), largest  # of a chunk of the recurrence
 
 
+class Operators(TorchDispatchMode):
+    """Counts operators that compute or copy, and the bytes of the storages that they make and that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.live, self.peak = 0, 0, 0
+
+    def _free(self, nbytes: int) -> None:
+        self.live -= nbytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returns = func._schema.returns
+        is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+        self.number += not is_view and "empty" not in func._schema.name and "detach" not in func._schema.name
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and not is_view and x.untyped_storage()._cdata not in given:
+                self.live += x.untyped_storage().nbytes()
+                weakref.finalize(x.untyped_storage(), self._free, x.untyped_storage().nbytes())
+        self.peak = max(self.peak, self.live)
+        return out
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(("name", "most", "chunk"), [("qwen3_next", 1.5, 64), ("mamba2", 2.0, 256), ("llama", 1.5, 16)])
+def test_cost_follows_the_lengths_of_documents(group: ProcessGroup, name: str, most: float, chunk: int) -> None:
+    """Documents of two lengths are two calls, whatever their number; in whole chunks they take no more memory."""
+    many, full_chunks = [4, 12] * 32, [chunk, 2 * chunk] * 2
+    model, registered = tiny(name), ours.register(group)
+
+    def cost_of(documents: list[int]) -> Operators:
+        ids = torch.randint(3, 90, (1, sum(documents)), generator=torch.Generator().manual_seed(1))
+        positions = torch.cat([torch.arange(length) for length in documents])[None]
+        batch = ours.shard_batch({"input_ids": ids, "labels": ids, "position_ids": positions}, group)
+        for _ in range(2):  # what is kept for a batch is made in its first forward
+            with Operators() as operators:
+                model(**batch, use_cache=False)
+        return operators
+
+    try:
+        ours.switch(model, registered)
+        numbers, peaks = ([cost_of(documents) for documents in ([sum(x)], x)] for x in (many, full_chunks))
+    finally:
+        ours.unregister()
+    assert numbers[1].number <= most * numbers[0].number
+    assert peaks[1].peak <= 1.2 * peaks[0].peak
+
+
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", ["lfm3", "qwen3_next"])
 def test_flash_attention_gets_the_boundaries_of_documents(group: ProcessGroup, name: str) -> None:
@@ -367,11 +417,14 @@ def test_flash_attention_gets_the_boundaries_of_documents(group: ProcessGroup, n
     type(attentions).register("flash_test", flash)
     type(masks).register("flash_test", masks["flash_attention_2"])
     try:
+        recurrent._kept_boundaries.cache_clear()
         check(group, name, "packed", 2, attention="flash_test")
     finally:
         attentions._global_mapping.pop("flash_test")
         masks._global_mapping.pop("flash_test")
     assert lengths[0] == (12, 12, [0, 5, 6, 17, 24, 36, 47, 48])
+    # On a GPU the host waits for each new tensor of boundaries: one is for all layers of a batch.
+    assert len(lengths) > recurrent._kept_boundaries.cache_info().misses == 1
 
 
 def checkpointed(use_reentrant: bool) -> Callable[[Any], Any]:

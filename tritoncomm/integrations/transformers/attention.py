@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from tritoncomm import ulysses
+from tritoncomm.core.documents import group_documents
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.groups import resolve_sequence
 from tritoncomm.integrations.changes import Changes
@@ -24,6 +25,7 @@ from tritoncomm.integrations.transformers.hooks import switches_of
 from tritoncomm.integrations.transformers.local_modules import LocalModule
 from tritoncomm.integrations.transformers.registration import Registration, check_bidirectional, registered
 from tritoncomm.integrations.transformers.registration import registration as registration_of
+from tritoncomm.recurrent import document_boundaries
 
 __all__ = ["NAME", "group_of", "register", "registries", "unregister"]
 
@@ -128,12 +130,12 @@ class _MadeMask:
         documents: global starts, of each row, of packed documents, which attention computes one by one: the mask
             itself has no memory. Empty for a mask that is one.
         arguments: of the function that makes the masks of documents; none for causal ones.
-        masks: of documents, made so far, by rows and positions.
+        masks: of documents, made so far, by their length.
     """
 
     def __init__(self, documents: list[list[int]], arguments: dict[str, Any]) -> None:
         self.documents, self.arguments = documents, arguments
-        self.masks: dict[tuple[int, int], Any] = {}
+        self.masks: dict[int, Any] = {}
 
 
 class _Implementation(Registration):
@@ -217,10 +219,9 @@ class _Implementation(Registration):
         length = tensors[0].shape[2]
         rows = packed.documents
         if "flash" in self.attention:  # it knows boundaries: one call for all rows
-            starts = [row * length + start for row, of_row in enumerate(rows) for start in of_row]
-            stops = [*starts[1:], len(rows) * length]
-            boundaries = torch.tensor([*starts, stops[-1]], dtype=torch.int32, device=tensors[0].device)
-            longest = max(stop - start for start, stop in zip(starts, stops, strict=True))
+            stops = tuple([(*starts, length) for starts in rows])
+            boundaries = document_boundaries(stops, "cu_seqlens", tensors[0].device)
+            longest = max(stop - start for row in stops for start, stop in pairwise(row))
             flat = [x.transpose(0, 1).flatten(1, 2)[None] for x in tensors]
             kwargs = {
                 **kwargs, "cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries,
@@ -228,32 +229,23 @@ class _Implementation(Registration):
             }  # fmt: skip
             out = self.inner(module, *flat, None, **kwargs)[0]
             return out[0].unflatten(0, (len(rows), length))
-        if all(row == rows[0] for row in rows):
-            return self._by_rows(module, tensors, rows[0], packed, kwargs)
-        parts = [
-            self._by_rows(module, tuple([x[row : row + 1] for x in tensors]), starts, packed, kwargs)
-            for row, starts in enumerate(rows)
-        ]
-        return torch.cat(parts)
-
-    def _by_rows(
-        self,
-        module: Any,
-        tensors: tuple[Tensor, ...],
-        starts: list[int],
-        packed: _MadeMask,
-        kwargs: dict[str, Any],
-    ) -> Tensor:
-        """Attend to every document of rows that are packed alike."""
+        equal = rows[:1] if all(row == rows[0] for row in rows) else rows
+        stops = tuple([(*starts, length) for starts in equal])
+        groups = group_documents(stops, len(tensors[0]), tensors[0].device)
         outs = []
-        for start, stop in pairwise([*starts, tensors[0].shape[2]]):
-            part = [x[:, :, start:stop] for x in tensors]
-            key = len(part[0]), stop - start
-            if key not in packed.masks:
-                make = self.inner_mask if packed.arguments else None
-                packed.masks[key] = None if make is None else make(*key, key[1], 0, 0, **packed.arguments)
-            outs.append(self.inner(module, *part, packed.masks[key], **kwargs)[0])
-        return torch.cat(outs, 1)
+        for part in zip(*(groups.split(x, 0, 2) for x in tensors), strict=True):
+            mask = self._mask_of(part[0], packed)
+            outs.append(self.inner(module, *part, mask, **kwargs)[0])
+        return groups.join(outs, 0, 1)
+
+    def _mask_of(self, query: Tensor, packed: _MadeMask) -> Any:
+        """Return the mask of documents of one length, or None for causal attention; made for one of them."""
+        count, length = len(query), query.shape[2]
+        if length not in packed.masks:
+            make = self.inner_mask if packed.arguments else None
+            packed.masks[length] = None if make is None else make(1, length, length, 0, 0, **packed.arguments)
+        mask = packed.masks[length]
+        return mask.expand(count, *mask.shape[1:]) if isinstance(mask, Tensor) else mask
 
     def _check_layer(self, module: Any, position_ids: Any) -> None:
         """Reject a batch that is not known to be sharded: by its positions, or by the model that the layer is in."""
