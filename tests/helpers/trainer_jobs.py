@@ -397,7 +397,8 @@ def _misuses(group: dist.ProcessGroup, name: str, folder: str) -> dict[str, str]
     errors["generation"] = _error(lambda: sequence(model=_model(), args=generating, train_dataset=samples))
     errors["options"] = _options_refused(kind, args, samples)
     # accelerate makes DDP of it on CPUs.
-    errors["fsdp"] = _error(kind(model=_model(), args=_arguments(folder, fsdp=True), train_dataset=samples).train)
+    fsdp = _arguments(folder, fsdp=True)
+    errors["fsdp"] = _error(lambda: kind(model=_model(), args=fsdp, train_dataset=samples))
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # which every later Accelerator would read
     AcceleratorState._reset_state()
     AcceleratorState._reset_state(reset_partial_state=True)

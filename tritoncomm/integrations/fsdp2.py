@@ -175,7 +175,10 @@ def use(
     options = _Options(wire, wire_between, exchange, round_accumulated)
     found = list(_parameter_groups(model, name))
     if not found:
-        raise ArgumentError(f"{name}: no FSDP2 module has parameters of its own; call fully_shard first")
+        raise ArgumentError(
+            f"{name}: no FSDP2 module has parameters of its own; call fully_shard first. Under Trainer call this in "
+            "on_train_begin, on GPUs: accelerate does not shard on CPUs"
+        )
     for label, _, group in found:
         _check(label, group, options, name)
     with Changes() as changes:

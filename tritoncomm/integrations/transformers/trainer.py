@@ -130,6 +130,9 @@ class UlyssesTrainerMixin(_Base):
             raise UnsupportedError(
                 f"{type(self).__name__}: {', '.join(refused)}: not supported over sequence shards{remedy}"
             )
+        # Said before callbacks run and policies are set: on CPUs accelerate leaves FSDP aside without a word.
+        if self.__wants_fsdp() and not self.is_fsdp_enabled:
+            self.__check_weights()
         # TRL turns it on for every mixture of experts, whatever the model's config says.
         if getattr(self, "aux_loss_enabled", False) and self.sequence_group.size() > 1:
             raise UnsupportedError(
@@ -242,13 +245,15 @@ class UlyssesTrainerMixin(_Base):
         with self.__step():
             return super().training_step(*args, **kwargs)
 
+    def __wants_fsdp(self) -> bool:
+        """Whether FSDP was asked for: by the arguments, or by the variable that accelerate's launcher sets."""
+        return bool(self.args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
     def __check_weights(self) -> None:
         """Reject weights that are whole on every rank where FSDP was asked for, and a case that was wrong on GPUs."""
-        # accelerate says so by a variable, too, which its launcher sets. On CPUs it leaves FSDP aside without a word.
-        is_asked_for = bool(self.args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
         weights = list(self.model.parameters())
         is_sharded = any(isinstance(weight, DTensor) for weight in weights)  # by transformers, too, unasked
-        if is_asked_for and not is_sharded:
+        if self.__wants_fsdp() and not is_sharded:
             raise UnsupportedError(
                 f"{type(self).__name__}: FSDP was asked for, and every rank has all weights: accelerate shards them on "
                 "GPUs, and by version 2 of FSDP as DTensors. Set fsdp_config={'version': 2}, or leave fsdp out"
