@@ -295,7 +295,9 @@ def distances(sizes: Llama, row: Mapping[str, Any]) -> dict[str, float]:
 
 def table(content: Mapping[str, Any]) -> str:
     """The rows of a file beside the formula, in GiB."""
-    lines = ["| ranks | positions | layers checkpointed | activations and logits | formula | after forward | formula |"]
+    lines = [
+        "| ranks | positions | layers checkpointed | activations and logits | by formula | after forward | by formula |"
+    ]
     lines.append("|---:|---:|---|---:|---:|---:|---:|")
     for row in content["rows"]:
         run = Run(**row["run"])

@@ -70,7 +70,7 @@ HARDWARE = """
 | CPU | - | in CI, with plain torch and with Triton's interpreter | [mappings, over Gloo](benchmarks.md) |
 
 The integrations (FSDP2, DDP, transformers, Megatron-core, DeepSpeed, yunchang) ran on CPUs over Gloo; the sums and the
-attention that they call ran over NCCL, too.
+attention that they call ran over NCCL, too. `Trainer` over sequence shards with FSDP2 ran on an H200 as well.
 
 ### Over NCCL
 

@@ -87,7 +87,8 @@ def by_heads(
             those of this rank's heads.
         boundaries: argument by which ``function`` keeps documents apart, so that one call computes all of them:
             ``cu_seqlens``, int32 ``[documents + 1]`` of a batch of one row, to which rows are joined (positions have
-            to be dim 1); or ``seq_idx``, int32 ``[b, S]``. Without it ``function`` is called for each length of documents, which are rows of its batch.
+            be dim 1); or ``seq_idx``, int32 ``[b, S]``. Without it ``function`` is called for each length of documents,
+            which are the rows of its batch.
 
     Returns:
         A function with the arguments of ``function`` and two more by keyword. ``documents``: global starts of packed

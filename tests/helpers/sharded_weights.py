@@ -26,7 +26,7 @@ from tritoncomm.integrations import transformers as ours
 from tritoncomm.integrations.transformers.experts import register_experts
 from tritoncomm.integrations.transformers.trainer import UlyssesTrainerMixin
 
-__all__ = ["CASES", "Case", "Results", "run_sharded_weights"]
+__all__ = ["CASES", "Case", "Results", "run_program", "run_sharded_weights"]
 
 LENGTH, SAMPLES, VOCABULARY = 33, 14, 96
 SHARDED = {"version": 2, "reshard_after_forward": True, "state_dict_type": "SHARDED_STATE_DICT"}
@@ -137,6 +137,22 @@ def run_sharded_weights(
     ours.unregister()
     tritoncomm.destroy()
     return results
+
+
+def run_program(ranks: Sequence[Mapping[str, str]], code: str, folder: str, device: str) -> bool:
+    """Run a program of a page as one rank, in a folder of all ranks; whether every parameter is a DTensor."""
+    _library()
+    from accelerate import state
+
+    _reset()
+    os.environ.update(ranks[int(os.environ["PLACE"])])
+    if device == "cpu":
+        _shard_on_cpus(state)
+        code = code.replace("TrainingArguments(\n", "TrainingArguments(\n    use_cpu=True, output_dir=", 1)
+    os.chdir(folder)
+    names: dict[str, Any] = {"__name__": "program"}
+    exec(compile(code, "trainer.md", "exec"), names)
+    return all(isinstance(parameter, DTensor) for parameter in names["trainer"].model.parameters())
 
 
 def _check_parallelism_is_refused(kind: Any, folder: str, device: str, registered: str) -> None:

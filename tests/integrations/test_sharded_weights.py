@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from devices import Device
 from jobs import run_late_ranks
-from sharded_weights import CASES, Results, run_sharded_weights
+from sharded_weights import CASES, Results, run_program, run_sharded_weights
 
 pytestmark = [
     pytest.mark.skipif(
@@ -58,6 +58,15 @@ def test_four_ranks_in_two_groups(device: Device, tmp_path: Path) -> None:
     # Two ranks go on from the checkpoint of four.
     ((name, (alone, ranks)),) = job(device, 2, 2, IN_EVERY_RUN[:1], tmp_path, resumes=True).items()
     check(name, alone, ranks)
+
+
+@pytest.mark.slow
+def test_the_program_of_the_page(device: Device, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
+    code = page.partition("## Sharded weights: FSDP2")[2].partition("```python\n")[2].partition("```\n")[0]
+    assert run_late_ranks(run_program, 2, code, str(tmp_path), device.at.type, timeout=150) == [True, True]
+    assert (tmp_path / "whole" / "model.safetensors").exists()
+    assert (tmp_path / "out" / "checkpoint-4" / "pytorch_model_fsdp_0").exists()
 
 
 @pytest.mark.slow
