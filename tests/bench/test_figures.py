@@ -146,7 +146,8 @@ def large_model() -> list[str]:
 
 def terms_of_a_large_model() -> str:
     weights, optimizer, activations, logits, peak, _ = large_model()
-    gathered = "(with the weights outside of the layers, which FSDP2 keeps gathered)"
+    outside = 2 * memory.LLAMA_8B.outside / 2**30
+    gathered = f"({outside:.1f} of them weights outside of the layers, which FSDP2 keeps gathered)"
     return f"{weights}, AdamW {optimizer}, activations {activations} {gathered}, logits {logits}; {peak}"
 
 
@@ -173,6 +174,7 @@ CLAIMS: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("a layer sends {} MB where", lambda: experts_bytes()[0]),
         ('`"all_to_all"` sends {} MB', lambda: experts_bytes()[1]),
         ("holds {} GiB on each of 8 GPUs", lambda: f"{float(large_model()[-2]):.0f}"),
+        ("loss in chunks, {}", lambda: f"{float(large_model()[-1]):.0f}"),
         ("peak is within {} % of nine runs", distance_of_the_formula),
         ("{} faults in released versions of transformers", lambda: str(faults_found())),
     ],

@@ -141,8 +141,8 @@ MISUSES = {
     "train_sampling_strategy='batch_rebalance', deepspeed: not supported over sequence shards",
     "no use_cpu": "ArgumentError: Sharded: accelerate takes this job of 2 ranks for 1; without a GPU, set "
     "use_cpu=True in TrainingArguments",
-    "fsdp": "UnsupportedError: Sharded: FSDP was asked for, and every rank has all weights: accelerate shards them on "
-    "GPUs, and by version 2 of FSDP as DTensors. Set fsdp_config={'version': 2}, or leave fsdp out",
+    "fsdp": "UnsupportedError: Sharded: FSDP was asked for, and every rank has all weights: accelerate shards none on "
+    "CPUs; or leave fsdp out",
 }
 
 

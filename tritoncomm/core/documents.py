@@ -85,7 +85,7 @@ def group_documents(rows: tuple[Ints, ...], batch: int, device: torch.device) ->
     return _make_groups(rows, batch, device) if is_compiling() else _kept_groups(rows, batch, device)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=4)  # 8 bytes of the device for each position and entry
 def _kept_groups(rows: tuple[Ints, ...], batch: int, device: torch.device) -> DocumentGroups:
     """Make the groups of a batch, whose indices may be kept for a backward."""
     with torch.inference_mode(mode=False):
@@ -105,4 +105,5 @@ def _make_groups(rows: tuple[Ints, ...], batch: int, device: torch.device) -> Do
         return DocumentGroups((batch, length), groups, None, None)
     order = torch.cat([torch.arange(start, start + size) for start, size in documents])
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-    return DocumentGroups((batch, length), groups, order.to(device), inverse.to(device))
+    indices = [index.to(torch.int32).to(device) for index in (order, inverse)]
+    return DocumentGroups((batch, length), groups, *indices)
