@@ -34,7 +34,7 @@ def run(path: Path, *arguments: str) -> str:
         env=without_launcher(os.environ) | variables,
         capture_output=True,
         text=True,
-        timeout=115,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -7,6 +7,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -383,17 +384,25 @@ def test_first_calls_of_several_threads_have_one_store(monkeypatch: pytest.Monke
     assert len(set(map(id, made))) == 1
 
 
+@contextmanager
+def impatient() -> Iterator[None]:
+    """Within: ranks wait 1.5 s for each other, and as long as before in later tests."""
+    with ExitStack() as stack:
+        for member in check._members.values():
+            stack.enter_context(mock.patch.object(member, "timeout", 1.5))
+        yield
+
+
 def run_late(group: ProcessGroup) -> tuple[str, float]:
     tritoncomm.destroy()
     synchronise(group)
     started = time.monotonic()
     with p2p.check():
         c.all_reduce(T(2), group)
-        for member in check._members.values():
-            member.timeout = 1.5
-        if group.rank():
-            time.sleep(2.5)
-        text = text_of(lambda: c.all_gather(T(2), 0, group))
+        with impatient():
+            if group.rank():
+                time.sleep(2.5)
+            text = text_of(lambda: c.all_gather(T(2), 0, group))
     return text, time.monotonic() - started
 
 
@@ -412,13 +421,12 @@ def run_backward(group: ProcessGroup, mapping: str, elsewhere: bool) -> str:
     synchronise(group)
     with p2p.check():
         y = getattr(m, mapping)(T(2, 2).requires_grad_(group.rank() == 0), group=group)
-        for member in check._members.values():
-            member.timeout = 1.5
-        if group.rank() == 0:
-            return text_of(lambda: (y.sum() * 2).backward())
-        if elsewhere:
-            return text_of(lambda: c.all_reduce(T(2), group))
-        time.sleep(2)
+        with impatient():
+            if group.rank() == 0:
+                return text_of(lambda: (y.sum() * 2).backward())
+            if elsewhere:
+                return text_of(lambda: c.all_reduce(T(2), group))
+            time.sleep(2)
     return ""
 
 

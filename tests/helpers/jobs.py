@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pool import fork_server, strict_warnings
+from pool import PATIENCE, fork_server, strict_warnings
 from torch.distributed import TCPStore
 
 __all__ = ["run_job", "run_late_ranks", "without_launcher"]
@@ -46,7 +46,10 @@ def run_job(
     for process in processes:
         process.start()
     try:
-        return [None if rank in lost or not ours.poll(timeout) else ours.recv() for rank, (ours, _) in enumerate(pipes)]
+        return [
+            None if rank in lost or not ours.poll(PATIENCE * timeout) else ours.recv()
+            for rank, (ours, _) in enumerate(pipes)
+        ]
     finally:
         for process, pipe in zip(processes, pipes, strict=True):
             process.kill()

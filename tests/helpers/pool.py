@@ -21,14 +21,15 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 __all__ = [
-    "COLLECTIVE", "PRELOADED", "RANK_LISTS", "Pool", "WorkerError", "fork_server", "group_of", "mesh_of_four",
-    "strict_warnings",
+    "COLLECTIVE", "PATIENCE", "PRELOADED", "RANK_LISTS", "Pool", "WorkerError", "fork_server", "group_of",
+    "mesh_of_four", "strict_warnings",
 ]  # fmt: skip
 
 WORLD = 8
 RANK_LISTS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), tuple(range(WORLD)), (0, 2), (1, 3), (2, 3))
-START_SECONDS, GRACE_SECONDS = 90.0, 8.0
-COLLECTIVE = timedelta(seconds=40)
+PATIENCE = 2.0  # of all seconds after which ranks are given up: three tests share two cores
+START_SECONDS, GRACE_SECONDS = 180.0, 8.0
+COLLECTIVE = timedelta(seconds=90)
 ON_GPUS = ((0, 1), (2, 3), (0, 2), (1, 3))  # groups of parts of the world there: each has a communicator of its own
 # Ranks that share a GPU. NCCL refuses two of them on one host, so each names a host of its own, and they meet over the
 # loopback interface.
@@ -196,7 +197,7 @@ class Pool:
         results: dict[int, Any] = {}
         problems: dict[int, str] = {}
         waiting = {self._workers[rank][1]: rank for rank in ranks}
-        end = time.monotonic() + timeout
+        end = time.monotonic() + PATIENCE * timeout
         while waiting and (ready := wait(list(waiting), max(0.0, end - time.monotonic()))):
             for connection in ready:
                 assert isinstance(connection, Connection)
