@@ -346,7 +346,10 @@ def _checked(
 
 
 def _shards(rows: Tensor, wire: Tensor, sizes: tuple[int, ...] | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (block of the wire, shaped as the rows, shard of the rows that it holds); one pair for an even split."""
+    """Yield (blocks of the wire, shaped as the rows, the shards of the rows that they hold).
+
+    Without sizes there is one pair for all whole shards, one for a shorter one, and one for those without elements.
+    """
     lead, row = rows.shape[:-1], rows.shape[-1]
     if sizes is not None:
         outer = rows.numel() // row if row else 0
@@ -358,10 +361,15 @@ def _shards(rows: Tensor, wire: Tensor, sizes: tuple[int, ...] | None) -> Iterat
             blocks = wire.view(world, *lead, run)
         else:
             blocks = wire.unflatten(1, lead) if lead else wire.squeeze(1)
-        if world * run == row:
-            yield blocks, rows.unflatten(-1, (world, run)).movedim(-2, 0)
-            return
-        sizes = tuple(max(min(run, row - w * run), 0) for w in range(world))
+        full, rest = divmod(row, run) if run else (world, 0)
+        if full:
+            yield blocks[:full], rows[..., : full * run].unflatten(-1, (full, run)).movedim(-2, 0)
+        if rest:
+            yield blocks[full], rows[..., full * run :]
+            full += 1
+        if full < world:
+            yield blocks[full:], rows[..., :0].expand(world - full, *lead, 0)
+        return
     yield from zip(blocks, rows.split(sizes, -1), strict=True)
 
 

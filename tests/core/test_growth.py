@@ -76,6 +76,29 @@ def test_a_sum_is_two_messages_on_any_number_of_ranks(more: int) -> None:
     assert max(cost.functions for cost in costs.values()) <= 1.05 * costs[8].functions, costs
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("shorter", ["first", "last"])
+def test_a_gather_of_almost_equal_parts_is_one_message(shorter: str, dim: int) -> None:
+    """Padding of an eighth of the bytes or less is no broadcast for each rank, wherever the shorter parts are."""
+    costs = {}
+    for world in WORLDS:
+        sizes = [9] * world
+        sizes[0 if shorter == "first" else -1] = 7
+        no_copies = mock.patch.multiple(Pass, _unpack_blocks=_copy_nothing)
+        with no_copies, no_op_group(world, world // 2) as group:
+            x = torch.zeros((2, sizes[world // 2]) if dim else (sizes[world // 2], 2))
+            costs[world] = cost_of(lambda: collective.all_gather(x, dim, group, sizes=sizes))  # noqa: B023
+    assert all(cost.messages == {backend._ALL_GATHER: 1} for cost in costs.values()), costs
+    assert max(cost.functions for cost in costs.values()) <= 1.05 * costs[8].functions, costs
+
+
+def test_a_gather_whose_padding_would_be_more_is_not_padded() -> None:
+    with no_op_group(8, 0) as group:
+        x = torch.zeros(9)
+        cost = cost_of(lambda: collective.all_gather(x, 0, group, sizes=[9, 0, *[9] * 6]))
+    assert cost.messages == {"broadcast": 7}
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 100])
 def test_sizes_of_chunks(world: int) -> None:
     for size in (0, 1, 2, 7, 8, 9, 99, 100, 101, 1000):

@@ -45,7 +45,14 @@ def documented(shape: tuple[int, ...], old: _DistSpec, new: _DistSpec, rank: int
     if not before:  # split
         return 2 * k, k
     if not after:  # all-gather
-        return (0, k) if len(before) == 1 and leads(shape, before[0]) else (2 * k, 2 * k)
+        counts = [shard_of(places, old, each).numel() for each in range(world)]
+        largest = max(counts)
+        is_padded = min(counts) < largest and 8 * largest * world <= 9 * sum(counts)
+        wire, padding = (largest * world, 2 * n * (n < largest)) if is_padded else (k, 0)
+        if len(before) == 1 and leads(shape, before[0]):
+            return padding, wire
+        own = largest if padding and len(before) > 1 else 0  # in memory of its own
+        return padding + 2 * k, own + wire + k
     if len(before) == len(after) == 1:
         packs, unpacks = not leads(mine.shape, after[0]), not leads(kept.shape, before[0])
         return 2 * (n * packs + k * unpacks), max(n * packs + k, k * (1 + unpacks))

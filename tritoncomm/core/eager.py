@@ -8,6 +8,7 @@ instead. ``op`` is a ``ReduceOp``.
 import math
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import accumulate as running
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,11 +18,13 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from tritoncomm.core import backend, compiled, node_exchange, ops, plan
 from tritoncomm.core.backend import Handle
+from tritoncomm.core.blocks import Block
 from tritoncomm.core.call import enter, world_of_one
 from tritoncomm.core.exchange import Exchange
 from tritoncomm.core.memory import contiguous_stride, empty
 from tritoncomm.core.node_exchange import Levels
 from tritoncomm.core.ops import SplitPass
+from tritoncomm.core.passes import Pass
 from tritoncomm.core.plan import (
     CollectivePlan,
     Ints,
@@ -65,16 +68,23 @@ def all_gather(
     world = world_of_one(x, name) if span is None else span.world
     try:
         if sizes is None or (x.dim() and all_equal(sizes, world, x.shape[dim])):
-            sizes, (planned, unpack, shape) = None, _even_gather(x.shape, x.itemsize, dim, world)
+            sizes, (planned, unpack, shape) = None, _even_gather(x.shape, x.dtype, dim, world)
         else:
-            planned, unpack, shape = _plan_gather(x.shape, x.itemsize, dim, world, group.rank(), sizes)
+            planned, unpack, shape = _plan_gather(x.shape, x.dtype, dim, world, group.rank(), sizes)
     except CommError as error:
         raise located(error, x.shape, name, group) from None
     if span is None:  # only now, as a wrong list is wrong on one rank, too
         return (x, None) if asynchronous else x
     x, copied = ops.contiguous(x)
     wire = empty(x, shape, contiguous_stride(shape), x.dtype) if allocate is None else allocate(shape, x.dtype)
-    if sizes is not None:
+    if planned.padded:
+        part = x
+        if x.shape[dim] != planned.padded:  # this rank's part of the wire is what it sends
+            part = wire.view(world, *plan.resized(x.shape, dim, planned.padded))[group.rank()]
+            part.narrow(dim, 0, x.shape[dim]).copy_(x)
+            copied += 2 * x.nbytes
+        work = backend.all_gather(wire, part.view(-1), group, name, asynchronous)
+    elif sizes is not None:
         parts = list(wire.view(-1).split(planned.recv_counts))
         work = backend.all_gather_list(parts, x.view(-1), group, name, asynchronous)
     # Dims of size 1 stand before ``dim``: Gloo, which wants the ranks in dim 0, gets flat tensors.
@@ -83,13 +93,19 @@ def all_gather(
     else:
         work = backend.all_gather(wire, x, group, name, asynchronous)
     if unpack is None:
+        out = wire
+        if planned.padded:
+            out = wire.narrow(0, 0, math.prod(planned.shape)).view(planned.shape)
         span.end("torch" if copied else "view", copied, planned.bytes_sent)
-        return (wire, Handle(work, wire, None, x)) if asynchronous else wire
-    if asynchronous:
+        return (out, Handle(work, out, None, x, wire)) if asynchronous else out
+    if asynchronous or isinstance(unpack, Pass):
         out = empty(x, planned.shape, contiguous_stride(planned.shape), x.dtype)
-        span.end(ops.path_for(out, "unpack", dim, world, sizes), copied, planned.bytes_sent)
-        return out, Handle(work, out, lambda: unpack.unpack(wire, (out,)), x, wire)
-    (out,), path, unpacked = unpack.results(wire)
+        if asynchronous:
+            span.end(ops.path_for(out, "unpack", dim, world, sizes), copied, planned.bytes_sent)
+            return out, Handle(work, out, lambda: unpack.unpack(wire, (out,)), x, wire)
+        _, path, unpacked = unpack.unpack(wire, (out,))
+    else:
+        (out,), path, unpacked = unpack.results(wire)
     span.end(path, copied + unpacked, planned.bytes_sent)
     return out
 
@@ -98,19 +114,41 @@ class _Gather(NamedTuple):
     """Plan of an all-gather, the pass that follows it (None where what arrives is in order), and the wire's shape."""
 
     plan: CollectivePlan
-    unpack: SplitPass | None
+    unpack: SplitPass | Pass | None
     wire: Ints
 
 
-def _plan_gather(shape: Ints, itemsize: int, dim: int, world: int, rank: int = 0, sizes: Ints | None = None) -> _Gather:
+def _plan_gather(
+    shape: Ints, dtype: torch.dtype, dim: int, world: int, rank: int = 0, sizes: Ints | None = None
+) -> _Gather:
     """Plan ``all_gather``; an even plan is that of any rank."""
-    planned = plan.all_gather(shape, itemsize, dim, world, rank, sizes)
+    planned = plan.all_gather(shape, dtype.itemsize, dim, world, rank, sizes, pads=True)
+    if planned.padded:
+        wire = (world * math.prod(plan.resized(shape, dim, planned.padded)),)
+        unpack = None if planned.in_order else _padded_pass(planned.shape, dtype, dim, planned.recv_sizes)
+        return _Gather(planned, unpack, wire)
     if planned.in_order:
         return _Gather(planned, None, planned.shape)
     unpack = ops.split_pass(planned.shape, None, dim, world, sizes)
     # Gloo wants the ranks in dim 0.
     wire = (math.prod(planned.shape),) if sizes is not None else plan.resized(shape, 0, world * shape[0])
     return _Gather(planned, unpack, wire)
+
+
+@lru_cache(maxsize=256)
+def _padded_pass(shape: Ints, dtype: torch.dtype, dim: int, sizes: Ints) -> SplitPass | Pass:
+    """Return the pass from uneven parts, each padded to the largest, to a contiguous tensor of this shape."""
+    dim, world = plan.normalize_dim(shape, dim), len(sizes)
+    if sizes == plan.chunk_sizes(shape[dim], world):  # padding at the end alone
+        return ops.split_pass(shape, None, dim, world, None)
+    inner = math.prod(shape[dim + 1 :])
+    outer, row, run = math.prod(shape[:dim]), shape[dim] * inner, max(sizes) * inner
+    starts = running([size * inner for size in sizes], initial=0)
+    blocks = [
+        Block(0, (outer, size * inner), (row, 1), start, w * outer * run * dtype.itemsize, (run, 1))
+        for w, (size, start) in enumerate(zip(sizes, starts, strict=False))
+    ]
+    return Pass(blocks, [dtype], 0)
 
 
 _even_gather = lru_cache(maxsize=8192)(_plan_gather)

@@ -29,9 +29,11 @@ __all__ = [
     "cached_split",
     "check_split_sizes",
     "chunk_sizes",
+    "ends_short",
     "located",
     "normalize_dim",
     "normalize_sizes",
+    "padded_size",
     "reduce_scatter",
     "resized",
     "split",
@@ -52,6 +54,8 @@ class CollectivePlan(NamedTuple):
             reduce-scatter: whether the input already is in rank order; else it has to be packed.
         send_sizes, recv_sizes: size of the split or gathered dim per rank; empty for none, or where all are equal.
         send_counts, recv_counts: elements per rank; empty where the sizes are, and of an exchange of rows.
+        padded: size of the gathered dim that each rank's part has on the wire, the largest of ``recv_sizes``, where one
+            even message carries uneven parts; 0 for none.
     """
 
     shape: Ints
@@ -62,18 +66,27 @@ class CollectivePlan(NamedTuple):
     recv_sizes: Ints = ()
     send_counts: Ints = ()
     recv_counts: Ints = ()
+    padded: int = 0
 
 
 def all_gather(
-    shape: Ints, itemsize: int, dim: int, world: int, rank: int, sizes: Ints | None = None
+    shape: Ints, itemsize: int, dim: int, world: int, rank: int, sizes: Ints | None = None, pads: bool = False
 ) -> CollectivePlan:
-    """Plan an all-gather along ``dim``: ``[..., n, ...] -> [..., n*world, ...]``, or ``[..., sum(sizes), ...]``."""
+    """Plan an all-gather along ``dim``: ``[..., n, ...] -> [..., n*world, ...]``, or ``[..., sum(sizes), ...]``.
+
+    Args:
+        pads: pad uneven parts where ``padded_size`` says so.
+    """
     dim = normalize_dim(shape, dim)
     recv_sizes, recv_counts = _gathered(shape, dim, world, rank, sizes)
     result = resized(shape, dim, shape[dim] * world if sizes is None else sum(recv_sizes))
-    own = math.prod(shape) * itemsize
+    in_order, own = _leads(shape, dim), math.prod(shape) * itemsize
+    if largest := padded_size(recv_sizes) if pads and recv_sizes else 0:
+        sent = math.prod(resized(shape, dim, largest)) * itemsize * (world - 1)
+        in_order = in_order and ends_short(recv_sizes)
+        return CollectivePlan(result, sent, sent, in_order, (), recv_sizes, (), recv_counts, largest)
     sent, received = own * (world - 1), math.prod(result) * itemsize - own
-    return CollectivePlan(result, sent, received, _leads(shape, dim), (), recv_sizes, (), recv_counts)
+    return CollectivePlan(result, sent, received, in_order, (), recv_sizes, (), recv_counts)
 
 
 def reduce_scatter(
@@ -221,6 +234,22 @@ def all_equal(sizes: Ints, world: int, size: int) -> bool:
 def _leads(shape: Ints, dim: int) -> bool:
     """Whether shards along ``dim`` of a contiguous tensor lie one after the other: all dims before it have size 1."""
     return math.prod(shape[:dim]) == 1
+
+
+def padded_size(sizes: Ints) -> int:
+    """Return the size to which uneven parts are padded for one message, the largest; 0 for broadcasts of each part.
+
+    Padding adds an eighth of all bytes at most.
+    """
+    largest = max(sizes)
+    return largest if 8 * largest * len(sizes) <= 9 * sum(sizes) else 0
+
+
+def ends_short(sizes: Ints) -> bool:
+    """Whether parts of these sizes, each padded to the largest, are one run: only empty ones follow a shorter one."""
+    largest = max(sizes)
+    full = sizes.count(largest)
+    return sizes[:full].count(largest) == full and not any(sizes[full + 1 :])
 
 
 def located(error: Exception, shape: Sequence[int], name: str, group: ProcessGroup) -> Exception:

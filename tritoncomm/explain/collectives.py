@@ -48,12 +48,16 @@ def all_gather(shape: Ints, dims: Ints, call: Call) -> Steps:
     """Return the steps that concatenate a dim from the ranks."""
     dim = plan.normalize_dim(shape, dims[0])
     sizes = _unless_equal(call, shape[dim])
-    planned = _plan(plan.all_gather, shape, call, dim, call.world, call.rank, sizes)
-    what = f"{list(shape)} from every rank"
+    planned = _plan(plan.all_gather, shape, call, dim, call.world, call.rank, sizes, True)
+    what, copies = f"{list(shape)} from every rank", call.flat(shape)
     if sizes is not None:
-        what = f"{list(shape)} from this rank, {list(sizes)} of dim {dim} from all"
+        how = f"padded to {planned.padded}" if planned.padded else "a broadcast for each rank"
+        what = f"{list(shape)} from this rank, {list(sizes)} of dim {dim} from all, {how}"
+    if planned.padded and shape[dim] < planned.padded:
+        copies.append(call.local("copy", f"{list(shape)} into the wire", 2 * call.nbytes(shape)))
     sent = call.collective("all-gather", what, planned.bytes_sent, planned.bytes_received)
-    return [*call.flat(shape), sent, call.unpack(planned.shape, dim, sizes)], planned.shape
+    unpack = call.unpack_padded if planned.padded else call.unpack
+    return [*copies, sent, unpack(planned.shape, dim, sizes)], planned.shape
 
 
 def reduce_scatter(shape: Ints, dims: Ints, call: Call) -> Steps:

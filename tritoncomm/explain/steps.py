@@ -12,7 +12,7 @@ from tritoncomm_kernels.config import config_for, crossover_of, origin_of
 from tritoncomm import record
 from tritoncomm.core import backend, ops
 from tritoncomm.core.cost import Rates, collective_seconds, pass_seconds
-from tritoncomm.core.plan import Ints, resized
+from tritoncomm.core.plan import Ints, chunk_sizes, ends_short, resized
 from tritoncomm.core.split import Split, split_by
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.parsing import dtype_name
@@ -174,6 +174,17 @@ class Call:
         """Return the unpack of the wire into a tensor of that shape, concatenated along ``dim``."""
         split = split_by(shape, None, dim, self.world, sizes)
         return self._layout("unpack", split, split.outer == 1)
+
+    def unpack_padded(self, shape: Ints, dim: int, sizes: Ints | None) -> Step:
+        """Return the unpack of parts that were padded to the largest of ``sizes``."""
+        split, parts = split_by(shape, None, dim, self.world, sizes), sizes or ()
+        if parts == chunk_sizes(shape[dim], self.world):  # padding at the end alone
+            return self.unpack(shape, dim)
+        if split.outer == 1 and ends_short(parts):
+            return self._layout("unpack", split, True)
+        ends = f"wire [{self.world}, {split.outer}, {split.run}] -> {list(shape)} along dim {dim}"
+        path = self.path("segments", self.nbytes(shape), self.dtype.itemsize)
+        return self.local("unpack", ends, 2 * self.nbytes(shape), path)
 
     def _layout(self, name: str, split: Split, is_wire: bool) -> Step:
         """Return the step of a pack or unpack of a tensor; none moves if ``is_wire``."""

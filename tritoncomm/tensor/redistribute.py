@@ -25,7 +25,7 @@ from tritoncomm import record
 from tritoncomm.core import eager, ops
 from tritoncomm.core.autograd import direct, without_graph
 from tritoncomm.core.call import compare_arguments
-from tritoncomm.core.plan import Ints
+from tritoncomm.core.plan import Ints, padded_size
 from tritoncomm.errors import PeerError, ShapeError
 from tritoncomm.reshard import Layout, reshard
 from tritoncomm.tensor.distspec import Parts, local_shape, shard_of, uneven_sizes
@@ -142,14 +142,19 @@ def _all_gather(x: Tensor, transition: Transition, group: ProcessGroup, name: st
         return eager.all_gather(x, dim, group, uneven_sizes(shape[dim], count), name)
     shapes = [local_shape(shape, parts, rank) for rank in range(world)]
     counts = tuple(math.prod(each) for each in shapes)
-    wire = eager.all_gather(x.reshape(-1), 0, group, None if len(set(counts)) == 1 else counts, name)
+    sent, copied, largest = x.reshape(-1), 0, padded_size(counts)
+    if sent.numel() < largest:
+        # Padded here, so that one pass puts the shards in place: the gather by sizes would make a second.
+        sent, copied = x.new_empty(largest), 2 * x.nbytes
+        sent[: x.numel()].copy_(x.reshape(-1))
+    wire = eager.all_gather(sent, 0, group, None if largest else counts, name)
     started = record.now()
     # The wire has the shards in rank order, each flattened; of several dims no reshape puts them in place.
     out = x.new_empty(shape)
-    for rank, block in enumerate(wire.split(counts)):
-        shard_of(out, parts, rank).copy_(block.view(shapes[rank]))
+    for rank, block in enumerate(wire.split(largest or counts)):
+        shard_of(out, parts, rank).copy_(block[: counts[rank]].view(shapes[rank]))
     # More bytes of the call that the all-gather above has counted already.
-    record.add(name, "torch", bytes_copied=2 * out.nbytes, bytes_sent=0, started=started, calls=0)
+    record.add(name, "torch", bytes_copied=copied + 2 * out.nbytes, bytes_sent=0, started=started, calls=0)
     return out
 
 
