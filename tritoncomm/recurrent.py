@@ -370,7 +370,7 @@ def _sizes(sizes: Sequence[int] | None, length: int, x: Tensor, group: ProcessGr
     world, rank = group.size(), group.rank()
     positions = normalize_sizes(sizes, name)
     if positions is None:
-        return (length,) * world
+        return (length,) * world if is_compiling() else _equal_sizes(length, world)
     try:
         check_split_sizes((sum(positions),), 0, world, positions)
         if positions[rank] != length:
@@ -378,6 +378,12 @@ def _sizes(sizes: Sequence[int] | None, length: int, x: Tensor, group: ProcessGr
     except ShapeError as error:
         raise located(error, x.shape, name, group) from None
     return positions
+
+
+@lru_cache(maxsize=1024)
+def _equal_sizes(length: int, world: int) -> Ints:
+    """Return the positions of every rank where all hold as many: kept, as a job may have thousands of ranks."""
+    return (length,) * world
 
 
 def _starts(documents: Documents | None, length: int, batch: int, name: str) -> list[Ints]:
@@ -565,9 +571,9 @@ class _ConvHalo:
                     "of documents would be those of a shard; pass documents"
                 )
         compare_arguments(name, group, documents=rows, taps=width + 1, others=others)
-        halo = _halo(x, width, positions, dim, group, name) if width else x.narrow(dim, 0, 0)
-        call = partial(self._apart, lambda inputs: self.function(inputs, weight, *further, **kwargs))
-        first = sum(positions[: group.rank()])
+        plan = (_halo_plan.__wrapped__ if is_compiling() else _halo_plan)(positions, width, group.rank())
+        halo = _halo(x, width, plan, dim, group, name) if width else x.narrow(dim, 0, 0)
+        call, first = partial(self._apart, lambda inputs: self.function(inputs, weight, *further, **kwargs)), plan.first
         if len(rows) == 1:
             return call(x, halo, rows[0], first)
         of_rows = zip(x.split(1), halo.split(1), rows, strict=True)
@@ -620,9 +626,17 @@ class _Columns(NamedTuple):
 
 
 class _Halo(NamedTuple):
-    """Positions that a rank sends to every rank, and numbers that arrive from each."""
+    """Halo of a rank's shard.
 
-    sent: tuple[_Columns, ...]
+    Attributes:
+        first: global position of the shard's first one.
+        parts: positions that the rank sends, one part for every rank that gets some.
+        sent, received: their numbers to and from every rank.
+    """
+
+    first: int
+    parts: tuple[_Columns, ...]
+    sent: Ints
     received: Ints
 
 
@@ -637,19 +651,18 @@ def _halo_plan(positions: Ints, width: int, rank: int) -> _Halo:
         return _Columns(start - firsts[source], max(stop - start, 0))
 
     world = len(positions)
-    sent = tuple([overlap(rank, target) if target > rank else _Columns(0, 0) for target in range(world)])
+    parts = [overlap(rank, target) if target > rank else _Columns(0, 0) for target in range(world)]
     received = tuple([overlap(source, rank).count if source < rank else 0 for source in range(world)])
-    return _Halo(sent, received)
+    counts = tuple([columns.count for columns in parts])
+    return _Halo(firsts[rank], tuple([columns for columns in parts if columns.count]), counts, received)
 
 
-def _halo(x: Tensor, width: int, positions: Ints, dim: int, group: ProcessGroup, name: str) -> Tensor:
+def _halo(x: Tensor, width: int, plan: _Halo, dim: int, group: ProcessGroup, name: str) -> Tensor:
     """Return the ``width`` positions before this rank's shard, which are in ``dim``; zeros before the first one."""
-    plan = (_halo_plan.__wrapped__ if is_compiling() else _halo_plan)(positions, width, group.rank())
-    parts = [x.narrow(dim, columns.start, columns.count) for columns in plan.sent if columns.count]
-    rows = torch.cat(parts, dim) if len(parts) > 1 else parts[0] if parts else x.narrow(dim, 0, 0)
-    sent = tuple([columns.count for columns in plan.sent])
-    arrived = exchange_rows(
-        rows.movedim(dim, 0).contiguous(), plan.received, sent, group, (name, f"{name}.backward")
-    ).movedim(0, dim)
+    # Backends want the positions in dim 0. One rank gets some unless shards are shorter than the halo.
+    rows = x.movedim(dim, 0)
+    parts = [rows.narrow(0, *columns) for columns in plan.parts] or [rows.narrow(0, 0, 0)]
+    sent = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+    arrived = exchange_rows(sent, plan.received, plan.sent, group, (name, f"{name}.backward")).movedim(0, dim)
     missing = width - sum(plan.received)
     return torch.cat([_zeros(x, missing, dim), arrived], dim) if missing else arrived

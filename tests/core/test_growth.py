@@ -1,6 +1,7 @@
 """Host cost of a call as the ranks grow: messages and functions entered, over a group that moves no data."""
 
 import sys
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from tritoncomm import collective
 from tritoncomm.core import backend
 from tritoncomm.core.passes import Pass
 from tritoncomm.core.plan import chunk_sizes
+from tritoncomm.recurrent import by_heads, conv_halo
 
 WORLDS = (2, 4, 8, 64, 512, 4096)
 LISTS = "allgather allreduce alltoall broadcast gather recv reduce reduce_scatter scatter send"
@@ -22,10 +24,11 @@ MESSAGES = (*LISTS.split(), backend._ALL_GATHER, backend._ALL_TO_ALL, backend._R
 
 
 class Cost(NamedTuple):
-    """Collectives that a call starts, and Python functions that it enters."""
+    """Collectives that a call starts, Python functions that it enters, and bytes of Python objects at its peak."""
 
     messages: Counter[str]
     functions: int
+    memory: int
 
 
 def counted(name: str, messages: Counter[str]) -> Callable[..., Any]:
@@ -58,7 +61,14 @@ def cost_of(call: Callable[[], Any]) -> Cost:
             call()
         finally:
             sys.setprofile(None)
-    return Cost(messages, functions)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        call()
+        memory = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    return Cost(messages, functions, memory)
 
 
 @pytest.mark.parametrize("more", [0, 1], ids=["even", "uneven"])
@@ -97,6 +107,25 @@ def test_a_gather_whose_padding_would_be_more_is_not_padded() -> None:
         x = torch.zeros(9)
         cost = cost_of(lambda: collective.all_gather(x, 0, group, sizes=[9, 0, *[9] * 6]))
     assert cost.messages == {"broadcast": 7}
+
+
+def test_a_recurrent_layer_costs_the_same_on_any_number_of_ranks() -> None:
+    """A convolution's halo and a recurrence by heads keep what they know of all ranks: nothing is made in a call."""
+    convolutions, recurrences = {}, {}
+    for world in WORLDS[1:]:
+        no_copies = mock.patch.multiple(Pass, _pack_blocks=_copy_nothing, _unpack_blocks=_copy_nothing)
+        with no_copies, no_op_group(world, world // 2) as group, torch.no_grad():
+            convolve = conv_halo(lambda x, weight: x, group)
+            x, weight = torch.zeros(1, 4, 8), torch.zeros(4, 1, 4)
+            convolutions[world] = cost_of(lambda: convolve(x, weight))  # noqa: B023
+            recur = by_heads(lambda q, k: q, group)
+            q, k = torch.zeros(1, 2, world, 2), torch.zeros(1, 2, world, 2)
+            recurrences[world] = cost_of(lambda: recur(q, k))  # noqa: B023
+    for costs, messages in ((convolutions, 1), (recurrences, 2)):
+        assert all(cost.messages == {backend._ALL_TO_ALL: messages} for cost in costs.values()), costs
+        for cost in costs.values():
+            assert cost.functions <= 1.05 * costs[8].functions, costs
+            assert cost.memory <= 2 * costs[8].memory, costs
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 100])
