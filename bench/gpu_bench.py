@@ -13,6 +13,8 @@ the columns of each into a tensor of its own, as a resharding does with what sta
 "scatter rows" copy rows by an index, a permutation, as before and after a dispatch of tokens. "sum rows" adds up the
 ``world`` rows of every token times weights, as behind experts at the shapes of DeepSeek-V3 and Qwen3-30B; "scale rows"
 and "dot rows" are its gradients. "index_add" is torch's deterministic one; "bmm" and "view + sum" gather first.
+"padded" unpacks shards of
+which every second one is an element shorter, each padded to the longest, as behind a gather of almost equal parts.
 "split + cat" is what Megatron-LM does, and DTensor where it gathers or reduce-scatters; "movedim" is DTensor's
 exchange, "compiled" the same by torch.compile (in some sweeps; compiling is not timed); "chunk + contiguous" is
 ColossalAI's way to pack. Rows that begin with "host" are the host's time to enqueue one small call, by the host's
@@ -46,6 +48,8 @@ from bench.harness import Clock, Part, Row, Samples
 from bench.report import GPU_HOST, above_floor, misses_roof
 from bench.timing import figures, quantile
 from tritoncomm.core import ops
+from tritoncomm.core.eager import padded_pass
+from tritoncomm.core.passes import Pass
 
 MIB = 2**20
 TARGET = {"pack": 0.95, "unpack": 0.95, "reduce": 0.90, "copy-in": 0.90, "copy-out": 0.90}
@@ -128,6 +132,8 @@ def cases() -> Iterator[Case]:
     yield Case("copy-in", "tensors", 64 * MIB, MIB, 8, torch.bfloat16, torch.float32)
     for op in ("mixed-in", "mixed-out", "mixed-copy"):  # a run is the mean of the shards of 125 tensors
         yield Case(op, "tensors", 125 * 8 * 1099776, 1099776, 8)
+    for run in (512, 4096):
+        yield Case("padded", "padding", 64 * MIB, run, 8)
     for op in ("gather rows", "scatter rows"):
         for run in (256, 4096, 14336):
             yield Case(op, "rows", 256 * MIB // run * run, run, 1)
@@ -203,6 +209,8 @@ def prepare(case: Case, device: Device) -> Prepared:
         return prepare_rows(case, device.device)
     if case.op in LISTS:
         return prepare_lists(case, device.device)
+    if case.op == "padded":
+        return prepare_padded(case, device.device)
     return prepare_reduce(case, device.device) if case.op == "reduce" else prepare_copy(case, device)
 
 
@@ -319,6 +327,25 @@ def prepare_copies(case: Case, device: torch.device) -> Prepared:
         "foreach": lambda: again(result, lambda: torch._foreach_copy_(result, halves)),  # type: ignore
     }
     prepared.add(case, peers, lambda got: agree(got, torch.cat([x.view(-1) for x in want])))
+    return prepared
+
+
+def prepare_padded(case: Case, device: torch.device) -> Prepared:
+    """Shards that end in padding into rows, ours in one launch by a table."""
+    world, run = case.world, case.run_bytes // case.dtype.itemsize
+    outer = max(1, case.nbytes // (case.run_bytes * world))
+    sizes = tuple([run - w % 2 for w in range(world)])
+    wire = filled((world, outer, run), case.dtype, device)
+    shards = [shard[:, :size] for shard, size in zip(wire, sizes, strict=True)]
+    want = torch.cat(shards, 1)
+    out, unpack = torch.empty_like(want), padded_pass(tuple(want.shape), case.dtype, 1, sizes)
+    assert isinstance(unpack, Pass)
+    table = unpack.table
+    assert table is not None
+    prepared = Prepared({"ours": lambda: kernels.scatter_segments(wire.view(-1), [out], table)}, 0)
+    prepared.moved = prepared.calls["ours"]()
+    agree(out, want)
+    prepared.add(case, {"split + cat": lambda: torch.cat(shards, 1)}, lambda got: agree(got, want))
     return prepared
 
 

@@ -428,20 +428,22 @@ PARTS = (
     Part("tune", ("-m", "tritoncomm", "tune", "--budget", "150", "--out", _TABLES), 185, _TUNE),
     Part("tuned", (_BENCH, "--json", "{out}/gpu_bench_tuned.json"), 265, _SOME, {"TRITONCOMM_TABLE": _TABLES}),
 )
-# Rows of the benchmark alone, which ``all`` measures with the others.
-ROWS_ALONE = (
+_EXCHANGES = "bench/gpu_exchanges.py"
+# Asked for by name: rows that ``all`` measures with the others, and exchanges, for which it has no time.
+ALONE = (
     Part(
         "ragged", (_BENCH, "--rounds", "150", "--json", "{out}/ragged.json", *_RAGGED), 75, (_BENCH, "--dry", *_RAGGED)
     ),
     Part("host", (_BENCH, "--json", "{out}/host.json", "--only", "host"), 40, (_BENCH, "--dry", "--only", "host")),
+    Part("exchanges", (_EXCHANGES, "--json", "{out}/captured.json"), 45, (_EXCHANGES, "--dry", "--only", "sp2hp")),
 )
-SHORT = {"first": ("nccl", "ragged", "host", "local"), "second": ("bench",)}
+SHORT = {"first": ("nccl", "exchanges", "ragged", "host", "local"), "second": ("bench",)}
 SHORT_S = {"first": 420, "second": 290}
 
 
 def parts_of(names: Sequence[str]) -> list[Part]:
     """The parts with these names, where ``first`` and ``second`` name several."""
-    by_name = {part.name: part for part in (*PARTS, *ROWS_ALONE)}
+    by_name = {part.name: part for part in (*PARTS, *ALONE)}
     chosen = [name for group in names for name in SHORT.get(group, (group,))]
     return [by_name[name] for name in dict.fromkeys(chosen)]
 
@@ -509,7 +511,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only test functions whose name contains this")
     parser.add_argument("--budget", type=float, help="seconds after which nothing new starts")
     names = [part.name for part in PARTS]
-    choices = [*names, *(part.name for part in ROWS_ALONE), *SHORT]
+    choices = [*names, *(part.name for part in ALONE), *SHORT]
     parser.add_argument("--parts", nargs="+", choices=choices, default=names, metavar="PART", help=" ".join(choices))
     parser.add_argument("--dry", action="store_true", help="run on a CPU what each part needs")
     options = parser.parse_args()

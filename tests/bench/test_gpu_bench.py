@@ -45,7 +45,7 @@ def peers_of(case: Case) -> set[str]:
         "reduce": {"sum"}, "statistics": {"logsumexp + gather"}, "gradient": {"exp + scatter"},
         "mixed-in": {*several, "split + cat"}, "mixed-out": {*several, "chunk + contiguous"},
         "mixed-copy": {"contiguous", "launch each", "foreach"},
-        "gather rows": {"index_select", "x[index]"}, "scatter rows": {"index_copy_"},
+        "gather rows": {"index_select", "x[index]"}, "scatter rows": {"index_copy_"}, "padded": {"split + cat"},
     }  # fmt: skip
     return named[case.op] | ({"compiled"} if case.op in gpu_bench.ENTROPY else set())
 

@@ -27,7 +27,8 @@ WITHOUT_DTENSOR = {"all_to_all", "Ulysses q, k, v, output"}
 
 
 def place_of(group: ProcessGroup, on_gpu: bool = False) -> Place:
-    return Place(group, DeviceMesh.from_group(group, "cpu"), torch.device("cpu"), on_gpu, torch.bfloat16, 64)
+    mesh, capture = DeviceMesh.from_group(group, "cpu"), ranks._graph_of if on_gpu else None
+    return Place(group, mesh, torch.device("cpu"), on_gpu, torch.bfloat16, 64, capture)
 
 
 def exchange(name: str) -> TimedExchange:

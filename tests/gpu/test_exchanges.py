@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,28 @@ def run_copies(group: ProcessGroup, device: Device) -> None:
         if not FUNCTIONS[call.function].adds:
             for dtype in device.pick(COPIES[::3], COPIES):
                 assert_right(group, replace(call, dtype=dtype, path="triton"), device=device.at)
+
+
+def run_almost_equal(group: ProcessGroup, device: Device) -> None:
+    """Gathers whose shorter parts are padded, and sums of a number of elements that the ranks do not divide."""
+    world, rank = group.size(), group.rank()
+    for dim, shorter, dtype in product((0, 1), (0, world - 1), device.pick(COPIES[::3], COPIES)):
+        sizes = [17] * world
+        sizes[shorter] = 16
+        shapes = [(n, 3) if dim == 0 else (3, n) for n in sizes]
+        parts = [value(shape, dtype, each) for each, shape in enumerate(shapes)]
+        with ops.path("triton"):
+            out = collective.all_gather(parts[rank].to(device.at), dim, group, sizes=sizes)
+            later, handle = collective.all_gather(parts[rank].to(device.at), dim, group, True, sizes=sizes)
+            handle.wait()
+        wanted = torch.cat([bits(each) for each in parts], dim)
+        for got in (out, later):
+            assert torch.equal(bits(got.cpu()), wanted), (dim, shorter, dtype)
+    for count in (8 * world + 1, device.pick(99, BIG)):
+        every = [values(each, (count,), torch.float32) for each in range(world)]
+        wanted = by_hand(every, torch.bfloat16, torch.float32)
+        summed = collective.all_reduce(every[rank].to(device.at), group, wire=torch.bfloat16)
+        assert torch.equal(summed.cpu(), wanted), count
 
 
 def run_sums(group: ProcessGroup, device: Device) -> None:
@@ -144,7 +167,7 @@ def run_captured(group: ProcessGroup, device: Device) -> None:
     """Graphs of pack, exchange and unpack, replayed three times with other values in the same memory."""
     world = group.size()
     rows, columns = (Layout.on_mesh((8 * world, 24 * world), list(range(world)), [dim]) for dim in (0, 1))
-    sizes = ((24 * world) - 3 * (world - 1), *[3] * (world - 1))
+    sizes, almost = ((24 * world) - 3 * (world - 1), *[3] * (world - 1)), [16, *[17] * (world - 1)]
     calls = {
         "gather_sp": lambda x: mappings.gather_from_sequence_parallel_region(x, group=group),
         "sum": lambda x: mappings.reduce_from_tensor_model_parallel_region(x, group),
@@ -156,6 +179,8 @@ def run_captured(group: ProcessGroup, device: Device) -> None:
             [*reshard({str(n): x + n for n in range(20)}, rows, columns, group=group).values()]
         ),
         "16 bits": lambda x: collective.reduce_scatter(x, 1, group, wire=torch.bfloat16),
+        "padded": lambda x: collective.all_gather(x[:, : almost[group.rank()]], 1, group, sizes=almost),
+        "odd sum": lambda x: collective.all_reduce(x.flatten()[1:] * 1, group, wire=torch.bfloat16),
     }
     with ops.path("triton"):
         for name in device.pick(("exchange", "reshard"), tuple(calls)):
@@ -302,7 +327,17 @@ def run_lost(group: ProcessGroup, device: Device, kind: str, blocking: bool, fol
         variables.FLIGHT.assign((0, ""))
 
 
-BOTH = [run_copies, run_sums, run_handles, run_orders, run_captured, run_pipeline, run_named_in_time, run_without_waits]
+BOTH = [
+    run_copies,
+    run_almost_equal,
+    run_sums,
+    run_handles,
+    run_orders,
+    run_captured,
+    run_pipeline,
+    run_named_in_time,
+    run_without_waits,
+]
 FOUR = [run_mappings, run_grid, run_reshardings, run_ulysses, run_checked]
 
 

@@ -37,6 +37,7 @@ class Place:
     Attributes:
         mesh: one axis of all ranks.
         hidden: columns of every input, a multiple of the number of ranks.
+        capture: returns the replay of a call as a CUDA graph; None where calls are not captured.
     """
 
     group: ProcessGroup
@@ -45,6 +46,7 @@ class Place:
     on_gpu: bool
     dtype: torch.dtype
     hidden: int
+    capture: Callable[[Callable[[], Any]], Callable[[], Any]] | None = None
 
     def values(self, nbytes: int, dtype: torch.dtype | None = None, seed: int = 0) -> Tensor:
         """``[rows, hidden]`` of small integers that differ by rank; their sums over the ranks are exact."""

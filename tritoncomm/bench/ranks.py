@@ -38,7 +38,7 @@ def rows(settings: Settings) -> Iterator[Row]:
     runtime.initialize(tensor=world, backend=settings.backend(), timeout=settings.timeout)
     try:
         place, cases = _place(settings, world), list(chosen(settings))
-        seconds = SHARE * settings.budget / len(cases) / (2 if settings.on_gpu() else 1)
+        seconds = SHARE * settings.budget / len(cases) / (1 if place.capture is None else 2)
         for exchange, mib in cases:
             label = f"{exchange.name} {mib:g} MiB"
             if _largest(time.monotonic() - started, place) > settings.budget:
@@ -56,7 +56,16 @@ def _place(settings: Settings, world: int) -> Place:
     device = torch.device("cuda", torch.cuda.current_device()) if settings.on_gpu() else torch.device("cpu")
     mesh = DeviceMesh.from_group(group, device.type)
     hidden = 4096 if 4096 % world == 0 else 512 * world
-    return Place(group, mesh, device, settings.on_gpu(), settings.torch_dtype, hidden)
+    capture = _graph_of if settings.on_gpu() else (lambda call: call) if settings.dry else None
+    return Place(group, mesh, device, settings.on_gpu(), settings.torch_dtype, hidden, capture)
+
+
+def _graph_of(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Capture a call, and return the replay of its graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog looks at events meanwhile
+        call()
+    return graph.replay
 
 
 def _measured(exchange: TimedExchange, mib: float, label: str, place: Place, seconds: float) -> Iterator[Row]:
@@ -76,27 +85,25 @@ def _measured(exchange: TimedExchange, mib: float, label: str, place: Place, sec
         row["peak"] = {name: _peak(call, mib) for name, call in calls.items()}
         row["matmul"] = {name: _beside(call, place) for name, call in calls.items()}
     yield row
-    if place.on_gpu:
+    if place.capture is not None:
         yield _captured(calls, label, place, seconds)
 
 
 def _captured(calls: Calls, label: str, place: Place, seconds: float) -> Row:
     """Return the row of the same calls as CUDA graphs; providers that cannot be captured are in ``refused``."""
+    assert place.capture is not None
     graphs: dict[str, Callable[[], Any]] = {}
     refused: list[str] = []
     for name, call in calls.items():
-        graph, problem = torch.cuda.CUDAGraph(), ""
+        problem = ""
         try:
-            with torch.cuda.graph(
-                graph, capture_error_mode="thread_local"
-            ):  # NCCL's watchdog looks at events meanwhile
-                call()
+            replay = place.capture(call)
         except RuntimeError as error:
-            problem = str(error).splitlines()[0]
+            replay, problem = call, str(error).splitlines()[0]
         if problems := [one for one in _gathered(problem, place) if one]:
             refused.append(f"{name}: {problems[0]}")
         else:
-            graphs[name] = graph.replay
+            graphs[name] = replay
     if "ours" not in graphs:
         return {"row": f"{label}, captured", "refused": refused}
     samples = _samples(graphs, place, seconds)

@@ -39,6 +39,7 @@ class Settings:
         only: words of names, as ``matches`` takes them; an exchange that matches none of these texts is left out.
         budget: seconds after which no further exchange begins.
         timeout: seconds after which a collective fails.
+        dry: make the rows of captured calls on CPUs too, where no call is captured.
     """
 
     ranks: int | None = 2
@@ -48,6 +49,7 @@ class Settings:
     only: tuple[str, ...] = ()
     budget: float = 270.0
     timeout: float = 60.0
+    dry: bool = False
 
     def __post_init__(self) -> None:
         if self.device not in ("auto", "cpu", "cuda"):

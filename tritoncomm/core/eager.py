@@ -39,8 +39,8 @@ from tritoncomm.core.validation import rank_in
 from tritoncomm.errors import CommError
 
 __all__ = [
-    "all_gather", "all_reduce", "all_to_all", "all_to_all_single", "gather_parts", "reduce_scatter", "rooted", "split",
-    "sum_wire",
+    "all_gather", "all_reduce", "all_to_all", "all_to_all_single", "gather_parts", "padded_pass", "reduce_scatter",
+    "rooted", "split", "sum_wire",
 ]  # fmt: skip
 
 _SUM = ReduceOp.SUM
@@ -125,7 +125,7 @@ def _plan_gather(
     planned = plan.all_gather(shape, dtype.itemsize, dim, world, rank, sizes, pads=True)
     if planned.padded:
         wire = (world * math.prod(plan.resized(shape, dim, planned.padded)),)
-        unpack = None if planned.in_order else _padded_pass(planned.shape, dtype, dim, planned.recv_sizes)
+        unpack = None if planned.in_order else padded_pass(planned.shape, dtype, dim, planned.recv_sizes)
         return _Gather(planned, unpack, wire)
     if planned.in_order:
         return _Gather(planned, None, planned.shape)
@@ -136,7 +136,7 @@ def _plan_gather(
 
 
 @lru_cache(maxsize=256)
-def _padded_pass(shape: Ints, dtype: torch.dtype, dim: int, sizes: Ints) -> SplitPass | Pass:
+def padded_pass(shape: Ints, dtype: torch.dtype, dim: int, sizes: Ints) -> SplitPass | Pass:
     """Return the pass from uneven parts, each padded to the largest, to a contiguous tensor of this shape."""
     dim, world = plan.normalize_dim(shape, dim), len(sizes)
     if sizes == plan.chunk_sizes(shape[dim], world):  # padding at the end alone
