@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from interpreter import speed_up
 from pool import OTHERS, PRELOADED, Pool
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # The kernels of a process are either interpreted or compiled, and Triton decides when it is imported.
     if config.getoption("device") == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        if os.environ["TRITON_INTERPRET"] == "1":
+            speed_up()
     else:
         os.environ["TRITON_INTERPRET"] = "0"
 

@@ -100,7 +100,9 @@ def calls(draw: Any) -> tuple[Any, Call]:
     sizes: tuple[Any, Any] = (None, None)
     shape = draw(SHAPES)
     if takes and draw(st.booleans()):
-        matching = st.lists(st.integers(0, 4), min_size=ranks, max_size=ranks)
+        matching = st.one_of(  # any, and almost equal ones, which a gather pads
+            *[st.lists(st.integers(*range_), min_size=ranks, max_size=ranks) for range_ in ((0, 4), (8, 9))]
+        )
         sizes = draw(st.tuples(st.one_of(matching, SIZES), st.one_of(st.none(), matching, SIZES)))
         if takes == "rows" and draw(st.booleans()):
             sizes = (None, draw(MATRICES))

@@ -1,6 +1,7 @@
 """All-gathers of uneven parts: padded to one message or not, their values are those of ``torch.cat``."""
 
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm import collective, record
 from tritoncomm.core import ops
 from tritoncomm.core.plan import Ints, padded_size
+from tritoncomm.errors import UnsupportedError
 from tritoncomm.explain import explain
 
 DTYPES = (torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn)
@@ -49,6 +51,7 @@ def test_values_are_those_of_cat(group: ProcessGroup, path: Any) -> None:
                 assert handle.wait() is out
         context = f"{sizes} {dim} {dtype}"
         assert out.is_contiguous(), context
+        assert not out._is_view(), context
         assert torch.equal(bits(out), torch.cat([bits(each) for each in parts], dim)), context
 
 
@@ -64,6 +67,15 @@ def test_a_plan_says_what_is_sent_and_copied(group: ProcessGroup) -> None:
         assert [(count.bytes_copied, count.bytes_sent) for count in counted.values()] == [(copied, sent)]
         told_by = "padded to" if padded_size(sizes) else "a broadcast for each rank"
         assert any(told_by in step.what for step in told.forward.steps)
+
+
+@pytest.mark.ranks(2)
+def test_a_quantized_tensor_is_refused_by_name(group: ProcessGroup) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are deprecated
+        x = torch.quantize_per_tensor(torch.zeros(9 - group.rank()), 0.1, 0, torch.quint8)
+    with pytest.raises(UnsupportedError, match="do not carry such tensors"):
+        collective.all_gather(x, 0, group, sizes=(9, 8))
 
 
 @pytest.mark.parametrize(

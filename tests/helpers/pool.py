@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+from interpreter import speed_up
+
 __all__ = [
     "COLLECTIVE", "PATIENCE", "PRELOADED", "RANK_LISTS", "Pool", "WorkerError", "fork_server", "group_of",
     "mesh_of_four", "strict_warnings",
@@ -259,6 +261,8 @@ def _work(
         import torch
         import torch.distributed as dist
 
+        if os.environ["TRITON_INTERPRET"] == "1":
+            speed_up()
         gc.freeze()  # modules stay: without them a collection takes a millisecond, and tests make thousands
         torch.set_num_threads(1)
         bound = {}

@@ -70,7 +70,7 @@ def all_gather(
         if sizes is None or (x.dim() and all_equal(sizes, world, x.shape[dim])):
             sizes, (planned, unpack, shape) = None, _even_gather(x.shape, x.dtype, dim, world)
         else:
-            planned, unpack, shape = _plan_gather(x.shape, x.dtype, dim, world, group.rank(), sizes)
+            planned, unpack, shape = _plan_gather(x.shape, x.dtype, dim, world, group.rank(), sizes, not x.is_quantized)
     except CommError as error:
         raise located(error, x.shape, name, group) from None
     if span is None:  # only now, as a wrong list is wrong on one rank, too
@@ -94,8 +94,8 @@ def all_gather(
         work = backend.all_gather(wire, x, group, name, asynchronous)
     if unpack is None:
         out = wire
-        if planned.padded:
-            out = wire.narrow(0, 0, math.prod(planned.shape)).view(planned.shape)
+        if planned.padded:  # what stands before the padding, and no view of it: see ``all_to_all``
+            out = torch.ops.aten._unsafe_view(wire.narrow(0, 0, math.prod(planned.shape)), planned.shape)
         span.end("torch" if copied else "view", copied, planned.bytes_sent)
         return (out, Handle(work, out, None, x, wire)) if asynchronous else out
     if asynchronous or isinstance(unpack, Pass):
@@ -119,10 +119,10 @@ class _Gather(NamedTuple):
 
 
 def _plan_gather(
-    shape: Ints, dtype: torch.dtype, dim: int, world: int, rank: int = 0, sizes: Ints | None = None
+    shape: Ints, dtype: torch.dtype, dim: int, world: int, rank: int = 0, sizes: Ints | None = None, pads: bool = True
 ) -> _Gather:
     """Plan ``all_gather``; an even plan is that of any rank."""
-    planned = plan.all_gather(shape, dtype.itemsize, dim, world, rank, sizes, pads=True)
+    planned = plan.all_gather(shape, dtype.itemsize, dim, world, rank, sizes, pads)
     if planned.padded:
         wire = (world * math.prod(plan.resized(shape, dim, planned.padded)),)
         unpack = None if planned.in_order else padded_pass(planned.shape, dtype, dim, planned.recv_sizes)
