@@ -245,9 +245,16 @@ def test_kinds_of_tensors(group: ProcessGroup) -> None:
     """What is not one strided block of memory of this rank is refused with a remedy."""
     dense = torch.ones(4, 4)
     mesh = DeviceMesh("cpu", dist.get_process_group_ranks(group), _init_backend=False)  # other ranks make no group
+    layouts = torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr  # of three dims, too: a batch of matrices
+    blocks = {torch.sparse_bsr: (2, 2)}
+    sparse = [
+        (_quietly(partial(x.to_sparse, layout=layout, blocksize=blocks.get(layout))).requires_grad_(wants), "to_dense")
+        for layout in layouts
+        for x in (dense, torch.ones(4, 4, 4))
+        for wants in (False, True)
+    ]
     cases = (
-        (dense.to_sparse(), "to_dense"),
-        (_quietly(dense.to_sparse_csr), "to_dense"),
+        *sparse,
         (DTensor.from_local(dense, mesh, [Replicate()]), "to_local"),
         (DTensor.from_local(dense, mesh, [Shard(0)]), "to_local"),
     )
@@ -270,8 +277,6 @@ def test_kinds_of_tensors(group: ProcessGroup) -> None:
             torch.func.vmap(transformed)(dense)
     with pytest.raises(ArgumentError, match="to_dense"):
         c.split_reduce_scatter([dense, dense.to_sparse()], 0, group)
-    with pytest.raises(ArgumentError, match="to_dense"):
-        m.all_to_all_hp2sp(torch.ones(2, 2, 2).to_sparse(), group)
     with pytest.raises(ArgumentError, match="to_local"):
         m.all_to_all_hp2sp(DTensor.from_local(torch.ones(1, 0, 0, 5), mesh, [Shard(1)]), group)
     quantized = _quietly(lambda: torch.quantize_per_tensor(dense, 1.0, 0, torch.qint8))

@@ -54,7 +54,7 @@ DTYPES = [
 LAYOUTS = ["contiguous", "transposed", "sliced", "permuted", "expanded", "negative", "conjugate"]
 KINDS = [
     "plain", "leaf", "parameter", "inference", "subclass", "wrapper", "dtensor", "colo", "fake", "meta", "sparse",
-    "csr", "nested", "jagged", "mkldnn", "quantized", "none", "number", "list", "array", "text",
+    "csr", "csr leaf", "nested", "jagged", "mkldnn", "quantized", "none", "number", "list", "array", "text",
 ]  # fmt: skip
 GROUPS = [
     "group", "name", "mesh", "mesh and dim", "solo", "nested", "none", "no member", "destroyed", "unknown", "number",
@@ -155,6 +155,8 @@ def _tensor_of(kind: str, x: Tensor, group: ProcessGroup) -> Any:
     if kind == "jagged":
         rows = list(x) if x.dim() > 1 else [x.reshape(-1)]
         return torch.nested.nested_tensor(rows, layout=torch.jagged)
+    if kind == "csr leaf":
+        return x.to_sparse_csr().requires_grad_()
     return {"sparse": x.to_sparse, "csr": x.to_sparse_csr, "mkldnn": x.to_mkldnn}[kind]()
 
 

@@ -58,9 +58,9 @@ def _checked(tensor: Any, parallel_mode: Any, name: str) -> dist.ProcessGroup:
 def _own_or_detached(tensor: Tensor) -> Tensor:
     """Return ``tensor`` if a collective can write into it, else a detached one, as the copy is no part of its graph."""
     # Collectives write into contiguous tensors without lazy bits. A tensor that requires no grad needs no detached one.
-    if tensor.requires_grad and (not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj()):
-        return tensor.detach()
-    return tensor
+    if not tensor.requires_grad or tensor.layout is not torch.strided:
+        return tensor  # ``check_input`` refuses another layout
+    return tensor.detach() if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj() else tensor
 
 
 def all_gather(

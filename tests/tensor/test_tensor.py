@@ -569,7 +569,10 @@ def test_a_parameter_is_converted(group: TorchGroup) -> None:
     convert_parameter(layer, "weight")
     assert isinstance(layer.weight, ColoTensor)
     layer.label, layer.strided = "text", torch.ones(2, 3).t()
-    for name in ("missing", "label", "strided"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sparse CSR is in beta
+        layer.sparse = torch.eye(2).to_sparse_csr()
+    for name in ("missing", "label", "strided", "sparse"):
         with pytest.raises(ValueError, match=name):
             convert_parameter(layer, name)
 

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.compiler import is_compiling
@@ -74,15 +75,14 @@ def to_hidden(x: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: boo
 
 def _flattened(x: Tensor, name: str) -> Tensor:
     """Flatten ``[T.., h] -> [T, h]``; a copy, which is counted, where one stride cannot walk the leading dims."""
+    if not is_compiling() and (type(x) is not Tensor or x.layout is not torch.strided or x.is_nested):
+        check_kind(x, name)  # DTensors, sparse and nested tensors answer what follows with errors of their own
     flat = math.prod(x.shape[:-1]), x.shape[-1]
-    if type(x) is not Tensor and not is_compiling():
-        check_kind(x, name)  # a DTensor refuses some views with errors of its own
     if is_compiling() or x.is_contiguous():
         return x.reshape(flat)
     try:
         return x.view(flat)
     except (RuntimeError, ValueError):  # of a fake tensor
-        check_kind(x, name)  # a sparse tensor has no such view either
         started = record.now()
         rows, path, copied = ops.pack(x, dim=0, world=1)  # a contiguous copy
         # The exchange that follows counts the call, so that this adds its bytes only.

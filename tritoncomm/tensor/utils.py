@@ -55,7 +55,7 @@ def convert_parameter(module: nn.Module, param_name: str) -> None:
     tensor = getattr(module, param_name)
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{param_name} is not a tensor but {type(tensor).__name__}")
-    if not tensor.is_contiguous():
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
         raise ValueError(f"{param_name} is not contiguous")
     if param_name in module._parameters:
         delattr(module, param_name)
