@@ -773,6 +773,12 @@ def _dispatched(group: Any, x: Tensor) -> Tensor:
     return experts.combine(dispatched.rows, dispatched)
 
 
+def _routed(group: Any, x: Tensor) -> Tensor:
+    ids = torch.arange(len(x))[:, None] % 2 * torch.arange(4)
+    dispatched = experts.route(ids, 4, group).dispatch(x, torch.ones(len(x), 4))
+    return experts.combine(dispatched.rows, dispatched)
+
+
 # Calls of every public function that takes a group, with a tensor [16, 4]; None where the defaults of the rest do.
 def _dropped(group: Any, x: Tensor) -> Tensor:
     torch.manual_seed(0)
@@ -790,6 +796,7 @@ TAKE_GROUPS: dict[str, Any] = {
     ),
     "collective.reduce_scatter": lambda group, x: collective.reduce_scatter(x, 1, group),
     "experts.dispatch": _dispatched,
+    "experts.route": _routed,
     "collective.split_reduce_scatter": lambda group, x: collective.split_reduce_scatter(x, 0, group),
     **dict.fromkeys([
         f"mappings.{name}" for name in mappings.__all__ if inspect.isfunction(getattr(mappings, name))

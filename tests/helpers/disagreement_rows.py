@@ -183,13 +183,23 @@ def _dispatch(g: Any, x: Tensor) -> experts.Dispatched:
     return experts.dispatch(x, ids, torch.ones(ids.shape, device=x.device), g.size(), g)
 
 
+def _route(g: Any, x: Tensor) -> experts.Route:
+    """As many ids of a token as x has columns, of one dtype for each dtype of x."""
+    kind = torch.int64 if x.dtype is torch.float32 else torch.int32
+    return experts.route(torch.zeros(x.shape, dtype=kind, device=x.device), g.size(), g)
+
+
 def _combine(g: Any, x: Tensor) -> Tensor:
     """Columns of a dispatch in which all ranks agree."""
     dispatched = _dispatch(g, T(4, 8, dtype=torch.float32))
     return experts.combine(x[:1].expand(sum(dispatched.counts), -1), dispatched)
 
 
-EXPERTS = {"dispatch": Row(lambda g, x: _dispatch(g, x).rows, **_ROWS), "combine": Row(_combine, **_ROWS)}
+EXPERTS = {
+    "dispatch": Row(lambda g, x: _dispatch(g, x).rows, **_ROWS),
+    "route": Row(_route, **_ROWS),
+    "combine": Row(_combine, **_ROWS),
+}
 RECURRENT = {
     "by_heads": Row(
         lambda g, x, sizes=None: recurrent.by_heads(lambda y: y * 2, g)(x, sizes=sizes), **_HEADS,
@@ -284,6 +294,8 @@ SILENT = {  # public names that no other rank has to call
     "ulysses.exchange_for": "plans, and sends nothing",
     "experts.Dispatched": "what dispatch, a row, returns",
     "experts.ExpertRows": "a tuple",
+    "experts.Route": "what route, a row, returns",
+    "experts.RowsHandle": "a result of asynchronous calls, which are rows",
     "recurrent.Exchanged": "a role of an argument",
     "recurrent.Gathered": "a role of an argument",
     "recurrent.Documents": "the type of starts",

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import record
-from tritoncomm.experts import combine, dispatch
+from tritoncomm.experts import Dispatched, Route, combine, dispatch, route
 
-__all__ = ["KINDS", "Drawn", "Routing", "draw_of", "run_routing", "twin"]
+__all__ = ["KINDS", "WAYS", "Drawn", "Routing", "draw_of", "run_routing", "twin"]
 
 KINDS = ("even", "even", "skewed", "one expert", "one rank", "equal ids", "grouped", "unused")
 
@@ -33,7 +33,7 @@ class Routing:
         kind: of ``KINDS``.
         alignment: of ``by_expert``.
         path: that is forced.
-        how: ``apply`` is called: compiled, or checkpointed.
+        how: key of ``WAYS``.
         layouts: of ``LAYOUTS``: of tokens, ids, weights, results and gradients.
     """
 
@@ -157,7 +157,7 @@ def _bytes_sent(routing: Routing, rank: int) -> dict[str, int]:
         sum(_rows_between(routing, *pair) for pair in pairs)
         for pairs in zip(*[((rank, peer), (peer, rank)) for peer in range(len(routing.tokens))], strict=True)
     )
-    passes = 2 if routing.how == "checkpoint" else 1
+    passes = 2 if "checkpoint" in routing.how else 1
     return {
         "dispatch": passes * there * whole,  # with weights and ids
         "combine": passes * back * bare,
@@ -169,10 +169,69 @@ def _bytes_sent(routing: Routing, rank: int) -> dict[str, int]:
 def apply(x: Tensor, ids: Tensor, weights: Tensor, scales: Tensor, routing: Routing, group: ProcessGroup) -> Tensor:
     """The layer by the library, with this rank's factors."""
     dispatched = dispatch(x, ids, weights, routing.experts * group.size(), group)
+    return combine(_summed(dispatched, scales, routing), dispatched)
+
+
+def apply_apart(
+    x: Tensor, ids: Tensor, weights: Tensor, scales: Tensor, routing: Routing, group: ProcessGroup
+) -> Tensor:
+    """The same layer, with work beside both exchanges; it adds and takes away the same."""
+    started = dispatch(x, ids, weights, routing.experts * group.size(), group, async_op=True)
+    beside = x * 2
+    dispatched = started.wait()
+    back = combine(_summed(dispatched, scales, routing), dispatched, async_op=True)
+    beside = (beside * 0).nan_to_num()
+    return torch.where(beside == 0, back.wait(), beside)
+
+
+def apply_routed(
+    x: Tensor, ids: Tensor, weights: Tensor, scales: Tensor, routing: Routing, group: ProcessGroup
+) -> Tensor:
+    """The same layer, whose route is found before."""
+    return apply_route(x, weights, scales, routing, route(ids, routing.experts * group.size(), group))
+
+
+def apply_route(x: Tensor, weights: Tensor, scales: Tensor, routing: Routing, routed: Route) -> Tensor:
+    dispatched = routed.dispatch(x, weights)
+    return combine(_summed(dispatched, scales, routing), dispatched)
+
+
+def _summed(dispatched: Dispatched, scales: Tensor, routing: Routing) -> Tensor:
     rows, counts = dispatched.by_expert(routing.alignment)
     factors = scales.repeat_interleave(counts, 0)
     results = rows * torch.cat([factors, factors.new_zeros(len(rows) - len(factors), factors.shape[1])])
-    return combine(dispatched.summed(_laid_out_here(results, routing.layouts[3])), dispatched)
+    return dispatched.summed(_laid_out_here(results, routing.layouts[3]))
+
+
+def _in_checkpoint(layer: Any, reentrant: bool) -> Any:
+    return lambda *args: torch.utils.checkpoint.checkpoint(layer, *args, use_reentrant=reentrant)
+
+
+def _compiled(layer: Any) -> Any:
+    return lambda *args: torch.compile(layer, backend="eager")(*args)
+
+
+def _routed_before(
+    x: Tensor, ids: Tensor, weights: Tensor, scales: Tensor, routing: Routing, group: ProcessGroup
+) -> Tensor:
+    routed = route(ids, routing.experts * group.size(), group)
+    return _in_checkpoint(apply_route, False)(x, weights, scales, routing, routed)
+
+
+WAYS: dict[str, Any] = {
+    "eager": apply,
+    "autocast": apply,
+    "apart": apply_apart,
+    "route": apply_routed,
+    "compiled": _compiled(apply),
+    "compiled apart": _compiled(apply_apart),
+    "checkpoint": _in_checkpoint(apply, False),
+    "reentrant checkpoint": _in_checkpoint(apply, True),
+    "apart in a checkpoint": _in_checkpoint(apply_apart, False),
+    "apart in a reentrant checkpoint": _in_checkpoint(apply_apart, True),
+    "route before a checkpoint": _routed_before,
+}
+"""Layers of one value, by the way in which they call the library."""
 
 
 def _laid_out_here(x: Tensor, layout: str) -> Tensor:
@@ -190,11 +249,7 @@ def run_routing(group: ProcessGroup, routing: Routing) -> str:
     x, weights = (laid_out(*each).detach().requires_grad_() for each in ((drawn.x, x), (drawn.weights, weights)))
     ids, grad = laid_out(drawn.ids, ids), laid_out(drawn.grad, grad)
     mine = drawn.scales[rank * routing.experts : (rank + 1) * routing.experts].clone().requires_grad_()
-    layer: Any = apply
-    if routing.how == "compiled":
-        layer = torch.compile(apply, backend="eager")
-    elif routing.how == "checkpoint":
-        layer = lambda *args: torch.utils.checkpoint.checkpoint(apply, *args, use_reentrant=False)  # noqa: E731
+    layer = WAYS[routing.how]
     with tritoncomm.path(routing.path), record.recording() as counted:
         if routing.how == "autocast":
             with torch.autocast("cpu", torch.float16 if x.dtype is torch.float16 else torch.bfloat16):

@@ -96,6 +96,8 @@ def direct(cls: Any) -> Any:
 class _NoContext:
     """The context of a forward that no backward follows."""
 
+    needs_input_grad = (False,) * 8
+
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Keep nothing."""
 

@@ -13,13 +13,23 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from tritoncomm_kernels import torch_path
 
-from tritoncomm.core.exchange import Exchange, StartedExchange
-from tritoncomm.core.memory import empty
+from tritoncomm.core.backend import Work, released
+from tritoncomm.core.exchange import Exchange
+from tritoncomm.core.memory import empty, fills_storage, version_of
 from tritoncomm.core.ops import path_for
 from tritoncomm.core.plan import Ints
-from tritoncomm.record import CopyPath, Span
+from tritoncomm.errors import ArgumentError
+from tritoncomm.record import CopyPath
 
-__all__ = ["RowRoutes", "exchange_counts", "row_passes", "to_ranks", "to_tokens"]
+__all__ = [
+    "RowRoutes",
+    "RowsInFlight",
+    "exchange_counts",
+    "row_passes",
+    "start_to_ranks",
+    "start_to_tokens",
+    "sum_of_ranks",
+]
 
 _ALIGNMENT = 16  # bytes: the widest access of a kernel
 
@@ -57,16 +67,60 @@ def row_passes(x: Tensor) -> RowPasses:
     return RowPasses(path, kernels if path == "triton" else torch_path)
 
 
-def exchange_counts(counts: Tensor, group: ProcessGroup, name: str) -> Tensor:
-    """Send row w of ``counts``, ``[world, any]``, to rank w; return the ranks' rows for this one, on the device."""
-    return Exchange(shapes=[tuple(counts.shape)]).start([counts], group, name, None, False).received
+def exchange_counts(counts: Tensor, group: ProcessGroup, name: str) -> None:
+    """Send row w of ``counts[0]`` to rank w, and receive the ranks' rows for this one in ``counts[1]``."""
+    Exchange().start([counts[0]], group, name, counts[1], False)
 
 
-def to_ranks(tensors: Sequence[Tensor], routes: RowRoutes, group: ProcessGroup, span: Span) -> list[Tensor]:
-    """Send rows of tensors ``[rows, ...]`` to the ranks that need them, and end the span of the call.
+class RowsInFlight:
+    """Rows of tensors between the start and the wait of their all-to-all.
 
-    Returns for each tensor the rows for this rank, columns of one buffer: from the other ranks in rank order, then its
-    own.
+    Attributes:
+        columns: for each tensor the rows of this rank, columns of one buffer: from the other ranks in rank order, then
+            its own. Rows of other ranks are undefined until ``wait()``.
+        path, copied, nbytes: path of the passes, and the bytes that they copied and that the all-to-all sends.
+    """
+
+    __slots__ = ("_is_apart", "_name", "_source", "_version", "_wire", "_work", "columns", "copied", "nbytes", "path")
+
+    def __init__(
+        self, columns: list[Tensor], work: Work, wire: Tensor, is_apart: bool, path: CopyPath, copied: int
+    ) -> None:
+        self.columns, self._work, self._wire, self._is_apart = columns, work, wire, is_apart
+        self.path: CopyPath = path
+        self.copied, self.nbytes = copied, wire.nbytes
+        self._source: Tensor | None = None
+
+    def watch(self, source: Tensor, name: str) -> None:
+        """Raise in ``wait()`` if ``source``, the tensor that is sent, has changed in place until then."""
+        self._source, self._version, self._name = source, version_of(source), name
+
+    def wait(self) -> list[Tensor]:
+        """Wait for the rows of other ranks, and return ``columns``.
+
+        Raises:
+            ArgumentError: the tensor that is sent has changed in place.
+        """
+        if self._work is not None:
+            self._work.wait()
+            self._work = None  # one that failed fails again
+        if self._is_apart:  # the current stream may be another than the stream of the start
+            released((self.columns[0], self._wire))
+        if self._source is not None and version_of(self._source) != self._version:
+            raise ArgumentError(
+                f"{self._name}: the rows have changed in place before wait(), so that other ranks may have got either "
+                "value; change them after wait(), or a copy"
+            )
+        return self.columns
+
+
+def start_to_ranks(
+    tensors: Sequence[Tensor], routes: RowRoutes, group: ProcessGroup, name: str, is_apart: bool
+) -> RowsInFlight:
+    """Start to send rows of tensors ``[rows, ...]`` to the ranks that need them.
+
+    Args:
+        is_apart: whether the caller runs other work before the wait.
     """
     path, passes = row_passes(tensors[0])
     starts, width = _columns(tensors)
@@ -74,57 +128,90 @@ def to_ranks(tensors: Sequence[Tensor], routes: RowRoutes, group: ProcessGroup, 
     wire = _buffer(tensors[0], sent, width)
     buffer = _buffer(tensors[0], received + routes.local, width)
     arriving, kept = buffer.split_with_sizes((received, routes.local))
-    copied, (leaving, staying) = 0, routes.tokens.split_with_sizes((sent, routes.local))
-    for x, column in zip(tensors, _views(wire, tensors, starts), strict=True):
-        copied += passes.gather_rows(x, leaving, column)
-    started = _start(wire, arriving, routes.send_counts, routes.recv_counts, group, span)
-    for x, column in zip(tensors, _views(kept, tensors, starts), strict=True):
-        copied += passes.gather_rows(x, staying, column)
-    if started.work is not None:
-        started.work.wait()
-    span.end(path, copied, wire.nbytes)
-    return _views(buffer, tensors, starts)
+    leaving, staying = routes.tokens.split_with_sizes((sent, routes.local))
+    copied, own_rows = 0, (kept, staying)
+    # Rows of this rank are copied beside the all-to-all. A wait on another stream is ordered behind the all-to-all
+    # alone, so that the copy comes first if the wait is apart.
+    for target, index in [own_rows, (wire, leaving)] if is_apart else [(wire, leaving)]:
+        copied += _gather(passes, tensors, index, _views(target, tensors, starts))
+    work = _start(wire, arriving, routes.send_counts, routes.recv_counts, group, name)
+    if not is_apart:
+        copied += _gather(passes, tensors, staying, _views(kept, tensors, starts))
+    return RowsInFlight(_views(buffer, tensors, starts), work, wire, is_apart, path, copied)
 
 
-def to_tokens(tensors: Sequence[Tensor], routes: RowRoutes, group: ProcessGroup, span: Span) -> list[Tensor]:
-    """Send the rows of a buffer back, add up those of one row in rank order, and end the span: the adjoint of
-    ``to_ranks``.
+def _gather(passes: ModuleType, tensors: Sequence[Tensor], index: Tensor, columns: Sequence[Tensor]) -> int:
+    """Gather rows of each tensor into its columns; return the bytes copied."""
+    return sum([passes.gather_rows(x, index, column) for x, column in zip(tensors, columns, strict=True)])
 
-    The sum is fp32 (fp64 for fp64), with one rounding at the end.
+
+def start_to_tokens(
+    tensors: Sequence[Tensor], routes: RowRoutes, group: ProcessGroup, name: str, is_apart: bool
+) -> RowsInFlight:
+    """Start to send the rows of a buffer back to the ranks that they came from; see ``sum_of_ranks``.
+
+    Args:
+        is_apart: whether the caller runs other work before the wait.
     """
-    path, passes = row_passes(tensors[0])
+    path, _ = row_passes(tensors[0])
     starts, width = _columns(tensors)
     sent, received = sum(routes.recv_counts), sum(routes.send_counts)
     parts, copied = [x.split_with_sizes((sent, routes.local)) for x in tensors], 0
+    source = None
     if len(tensors) == 1 and tensors[0].is_contiguous() and tensors[0].shape[1] * tensors[0].itemsize == width:
+        # Rows inside of a storage have the version of the whole, so that their changes are not seen before the wait.
+        source = tensors[0] if not is_apart or fills_storage(tensors[0]) else None
+    if source is not None:
         wire = parts[0][0].view(torch.uint8)
     else:
         wire = _buffer(tensors[0], sent, width)
-        for (leaving, _), column in zip(parts, _views(wire, tensors, starts), strict=True):
-            column.copy_(leaving)
-            copied += 2 * leaving.nbytes
+        copied += _copy([leaving for leaving, _ in parts], _views(wire, tensors, starts))
     buffer = _buffer(wire, received + routes.local, width)
     arriving, kept = buffer.split_with_sizes((received, routes.local))
-    started = _start(wire, arriving, routes.recv_counts, routes.send_counts, group, span)
-    for (_, staying), column in zip(parts, _views(kept, tensors, starts), strict=True):
-        column.copy_(staying)
-        copied += 2 * staying.nbytes
-    if started.work is not None:
-        started.work.wait()
-    results = []
-    for x, column in zip(tensors, _views(buffer, tensors, starts), strict=True):
-        results.append(x.new_empty(routes.index.shape[0], x.shape[1]))
+    own_rows, targets = [staying for _, staying in parts], _views(kept, tensors, starts)
+    if is_apart:
+        copied += _copy(own_rows, targets)
+    work = _start(wire, arriving, routes.recv_counts, routes.send_counts, group, name)
+    if not is_apart:
+        copied += _copy(own_rows, targets)
+    rows = RowsInFlight(_views(buffer, tensors, starts), work, wire, is_apart, path, copied)
+    if is_apart and source is not None:
+        rows.watch(source, name)
+    return rows
+
+
+def _copy(tensors: Sequence[Tensor], columns: Sequence[Tensor]) -> int:
+    """Copy each tensor into its columns; return the bytes copied."""
+    for x, column in zip(tensors, columns, strict=True):
+        column.copy_(x)
+    return 2 * sum([x.nbytes for x in tensors])
+
+
+class SummedRows(NamedTuple):
+    """Sums of ``sum_of_ranks``, and the bytes that they copied."""
+
+    tensors: list[Tensor]
+    copied: int
+
+
+def sum_of_ranks(columns: Sequence[Tensor], routes: RowRoutes) -> SummedRows:
+    """Add up the rows of ``start_to_tokens`` that are of one row, in rank order: the adjoint of ``start_to_ranks``.
+
+    The sum is fp32 (fp64 for fp64), with one rounding at the end.
+    """
+    passes, results, copied = row_passes(columns[0]).kernels, [], 0
+    for column in columns:
+        results.append(column.new_empty(routes.index.shape[0], column.shape[1]))
         copied += passes.sum_rows(column, routes.index, None, results[-1])
-    span.end(path, copied, wire.nbytes)
-    return results
+    return SummedRows(results, copied)
 
 
-def _start(wire: Tensor, received: Tensor, send: Ints, recv: Ints, group: ProcessGroup, span: Span) -> StartedExchange:
+def _start(wire: Tensor, received: Tensor, send: Ints, recv: Ints, group: ProcessGroup, name: str) -> Work:
     """Start the all-to-all of rows of a wire; over one rank there is nothing to send."""
-    exchange = Exchange(send_counts=send, recv_counts=recv, bytes_sent=wire.nbytes)
     if group.size() == 1:
-        return StartedExchange(received, None, wire, "view", 0)
-    return exchange.start([wire], group, span.name, received)
+        return None
+    exchange = Exchange(send_counts=send, recv_counts=recv, bytes_sent=wire.nbytes)
+    return exchange.start([wire], group, name, received).work
 
 
 class _WireRow(NamedTuple):

@@ -1,0 +1,192 @@
+"""Autograd functions of rows that travel: to the ranks of their experts, and back to the ranks of their tokens.
+
+Each is the adjoint of the other. ``start`` and ``wait`` split one in two functions, so that other work runs between
+them, in backward too.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+
+from tritoncomm import record
+from tritoncomm.core.autograd import called, direct
+from tritoncomm.core.call import enter
+from tritoncomm.core.ops import reinterpreted
+from tritoncomm.core.rows import RowRoutes, RowsInFlight, start_to_ranks, start_to_tokens, sum_of_ranks
+from tritoncomm.experts.listed_rows import dense_rows, wide_of
+from tritoncomm.record import Span
+
+__all__ = ["RowsCall", "move_rows", "start_rows"]
+
+
+class RowsCall(NamedTuple):
+    """One exchange of rows, forward or backward.
+
+    Attributes:
+        is_return: whether rows go back to the ranks of their tokens, and are added up there.
+        names: of the call and of its backward.
+        is_apart: whether the start and the wait are calls of their own.
+    """
+
+    is_return: bool
+    routes: RowRoutes
+    group: ProcessGroup
+    names: tuple[str, str]
+    is_apart: bool
+
+    def reversed(self) -> "RowsCall":
+        """Return the call of the backward."""
+        return RowsCall(not self.is_return, self.routes, self.group, (self.names[1], self.names[1]), self.is_apart)
+
+
+class StartedRows:
+    """Rows between their start and their wait.
+
+    Attributes:
+        rows: None before the start, and after the wait.
+        gradients: rows that the backward of the wait has started, for the backward of the start.
+    """
+
+    __slots__ = ("gradients", "rows")
+
+    def __init__(self) -> None:
+        self.rows: RowsInFlight | None = None
+        self.gradients: StartedRows | None = None
+
+
+def move_rows(call: RowsCall, span: Span | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Send rows of tensors, and wait for those that arrive; see ``_Move``."""
+    return _Move.apply(call, span, *tensors)
+
+
+def start_rows(call: RowsCall, span: Span | None, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """Start what ``move_rows`` does, and return a function that waits for it."""
+    started = StartedRows()
+    token = _Start.apply(started, call, span, *tensors)
+    return partial(_Wait.apply, started, call, token)
+
+
+@direct
+class _Move(Function):
+    """Forward: rows to the ranks that need them, or back to the ranks of their tokens. Backward: the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, call: RowsCall, span: Span | None, *tensors: Tensor) -> Any:
+        _save(ctx, call, len(tensors))
+        rows, span = _sent(call, span, tensors)
+        rows.wait()
+        results, copied = _results(call, rows)
+        span.end(rows.path, rows.copied + copied, rows.nbytes)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable = min(len(grads), 2)  # ids have no gradient
+        sums = called(_Move, _loaded(ctx).reversed(), None, *grads[:differentiable])
+        return None, None, *sums, *[None] * (len(grads) - differentiable)
+
+
+@direct
+class _Start(Function):
+    """Forward: start the rows of ``_Move``; an empty tensor stands for them. Backward: wait for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, started: StartedRows, call: RowsCall, span: Span | None, *tensors: Tensor) -> Any:
+        _save(ctx, call, len(tensors))
+        ctx.started = started
+        rows, span = _sent(call, span, tensors)
+        span.end(rows.path, rows.copied, rows.nbytes)
+        started.rows = rows
+        return tensors[0].new_empty(0, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> Any:
+        sums = called(_Wait, ctx.started.gradients, _loaded(ctx).reversed(), token)
+        return None, None, None, *sums, *[None] * (ctx.number - len(sums))
+
+
+@direct
+class _Wait(Function):
+    """Forward: wait for the rows of ``_Start``. Backward: start their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, started: StartedRows, call: RowsCall, token: Tensor) -> Any:
+        rows = started.rows
+        assert rows is not None
+        rows.wait()
+        results, copied = _results(call, rows)
+        started.rows = None
+        if copied:
+            record.add(call.names[0], rows.path, copied, 0, calls=0)
+        _save(ctx, call, len(results))
+        ctx.started = started
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.started.gradients = StartedRows()
+        gradients = grads[: min(len(grads), 2)]  # ids have no gradient
+        return None, None, called(_Start, ctx.started.gradients, _loaded(ctx).reversed(), None, *gradients)
+
+
+def _save(ctx: Any, call: RowsCall, number: int) -> None:
+    """Save what a backward needs; tensors go with the graph, and where hooks of saved tensors put them."""
+    ctx.group, ctx.call, ctx.number = call.group, (call.is_return, call.names, call.is_apart, call.routes[:3]), number
+    ctx.save_for_backward(call.routes.tokens, call.routes.index)
+
+
+def _loaded(ctx: Any) -> RowsCall:
+    """Return the call that ``_save`` saved."""
+    is_return, names, is_apart, counts = ctx.call
+    return RowsCall(is_return, RowRoutes(*counts, *ctx.saved_tensors), ctx.group, names, is_apart)
+
+
+class _Sent(NamedTuple):
+    """Rows in flight, and the span of their call."""
+
+    rows: RowsInFlight
+    span: Span
+
+
+def _sent(call: RowsCall, span: Span | None, tensors: Sequence[Tensor]) -> _Sent:
+    """Start the all-to-all of a call; ``span`` is None if nobody has entered it."""
+    name, routes = call.names[0], call.routes
+    if call.is_return:
+        sizes = routes.send_counts, routes.recv_counts  # each row comes back from where it was sent
+        span = span or enter(name, "to_tokens", call.group, tensors, sizes) or Span(name)
+        rows = start_to_tokens([dense_rows(x) for x in tensors], routes, call.group, name, call.is_apart)
+        return _Sent(rows, span)
+    span = span or enter(name, "to_ranks", call.group, tensors, (None,)) or Span(name)
+    if len(tensors) == 3:
+        # Weights and ids are so short that one gather of both takes half of the time of two.
+        x, weights, ids = tensors
+        tensors = x, torch.cat([reinterpreted(weights, torch.uint8), reinterpreted(ids, torch.uint8)], 1)
+    rows = start_to_ranks([dense_rows(x) for x in tensors], routes, call.group, name, call.is_apart)
+    return _Sent(rows, span)
+
+
+class _Results(NamedTuple):
+    """Results of a call, and the bytes that a pass after its wait copied."""
+
+    tensors: tuple[Tensor, ...]
+    copied: int
+
+
+def _results(call: RowsCall, rows: RowsInFlight) -> _Results:
+    """Return the results of a call once its rows have arrived."""
+    if call.is_return:
+        sums, copied = sum_of_ranks(rows.columns, call.routes)
+        return _Results(tuple(sums), copied)
+    if len(rows.columns) != 2 or rows.columns[1].dtype is not torch.uint8:
+        return _Results(tuple(rows.columns), 0)
+    x, tail = rows.columns
+    wide = wide_of(x.dtype)
+    size = tail.shape[1] // (wide.itemsize + 4) * wide.itemsize  # ids are int32
+    # Ids live as long as the rows. A backward may keep weights, and a view of them would keep the whole buffer.
+    ids = tail[:, size:].view(torch.int32)
+    return _Results((x, reinterpreted(tail[:, :size], wide), ids), 0)
