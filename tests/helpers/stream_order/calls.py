@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from mapping_cases import MAPPINGS, as_asked, by_sizes, local_shape, run
@@ -15,12 +17,13 @@ from stream_order.simulator import DEVICE
 from torch import Tensor
 
 from tritoncomm import collective
+from tritoncomm.experts import RowsHandle, combine, dispatch, routing
 from tritoncomm.integrations.megatron import frozen_linear, trained_linear
 from tritoncomm.reshard import Layout, reshard
 from tritoncomm.tensor.vocab_parallel import cross_entropy_rows
 from tritoncomm.ulysses import UlyssesAttention
 
-__all__ = ["CALLS", "DIFFERENTIABLE", "Call", "leaf", "outputs"]
+__all__ = ["CALLS", "DIFFERENTIABLE", "ON_TWO_STREAMS", "Call", "leaf", "outputs"]
 
 Call = Callable[[Program], Any]
 
@@ -75,6 +78,31 @@ def loss(smoothing: float = 0.0, soft: bool = False) -> Call:
     return call
 
 
+def mixture(beside: bool = False, elsewhere: bool = False) -> Call:
+    """A layer of 16 experts, of which each rank sends what this one sends; other work or streams between."""
+
+    def call(program: Program) -> Tensor:
+        make = program.tensor if elsewhere else partial(leaf, program)
+        x, weights, shared = (make(12, columns) * 1 for columns in (64, 3, 64))
+        other = program.stream() if elsewhere else program.simulator.current
+        ids = torch.arange(36, device=DEVICE).view(12, 3) % 16
+        with mock.patch.object(routing, "exchange_counts", lambda counts, *_: counts[1].copy_(counts[0])):
+            dispatched = dispatch(x, ids, weights, 16, program.group, async_op=beside)
+        shared = shared * 2
+        with program.simulator.on(other):
+            if isinstance(dispatched, RowsHandle):
+                dispatched = dispatched.wait()
+            results = dispatched.summed(dispatched.by_expert().rows * 2)
+        program.simulator.current.wait_stream(other)
+        if elsewhere:
+            program.simulator.record(results, program.simulator.current)
+        y = combine(results, dispatched, async_op=beside)
+        shared = shared * 2
+        return (y.wait() if isinstance(y, RowsHandle) else y) + shared
+
+    return call
+
+
 _ALL = range(WORLD)
 BIG, SMALL = 4352, 64  # rows and columns: what stays of the first is copied while the exchange runs
 
@@ -110,6 +138,8 @@ DIFFERENTIABLE: dict[str, Call] = {
     "loss": loss(),
     "loss smoothed": loss(0.1),
     "loss soft targets": loss(soft=True),
+    "experts": mixture(),
+    "experts beside other work": mixture(beside=True),
     "reshard": moved(SMALL),
     "reshard with direct copies": moved(BIG),
     "reshard 20 tensors": moved(SMALL, count=20),
@@ -151,6 +181,11 @@ CALLS: dict[str, Call] = {
     "reshard with direct copies without gradients": moved(BIG, records=False),
 }
 """Without gradients."""
+
+ON_TWO_STREAMS: dict[str, Call] = {
+    "experts waited on another stream": mixture(beside=True, elsewhere=True),
+}
+"""Without gradients, and with a stream of their own."""
 
 
 def outputs(made: Any) -> list[Tensor]:

@@ -57,7 +57,7 @@ class Gpu:
         return made
 
     def _launcher(self) -> Callable[..., None]:
-        def call(prepared: Any, first: Tensor, second: Tensor, scale: float, *more: int) -> None:
+        def call(prepared: Any, first: Tensor, second: Tensor, scale: float, *more: int, grid: int = 0) -> None:
             self._simulator.sweep()
             tables = [] if prepared.table is None else [prepared.table_for(self._simulator.current.cuda_stream)]
             with self._simulator.muted():

@@ -42,7 +42,7 @@ def accesses_of(call: Launch, first: Tensor, second: Tensor, more: tuple[int, ..
     if name == "_rows_kernel":
         return Accesses([second, more[0]], [first]) if constants["SCATTER"] else Accesses([first, more[0]], [second])
     if name in ("_sum_rows_kernel", "_scale_rows_kernel"):
-        return Accesses([first, *more], [second])
+        return Accesses([first, *more[:2]], [second])
     if name == "_dot_rows_kernel":
         return Accesses([first, second, more[0]], [more[1]])
     assert name == "_segments_kernel", f"the simulator does not know {name}"

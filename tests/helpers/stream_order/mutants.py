@@ -11,10 +11,17 @@ from unittest import mock
 from stream_order import nccl, simulator
 from stream_order.clocks import Stream
 
+from tritoncomm.core import rows
+from tritoncomm.experts import sent_rows
+
 __all__ = ["MUTANTS", "Mutant"]
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _joined_start(*arguments: Any) -> rows.RowsInFlight:
+    return rows.start_to_ranks(*arguments[:-1], False)
 
 
 def _wait_without_order(work: nccl.Work, timeout: Any = None) -> bool:
@@ -55,6 +62,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "no wait for a transfer": Mutant(
         lambda: mock.patch.object(nccl.Work, "wait", _wait_without_order), "RACE", ("p2p send_forward_recv", "single"),
+    ),
+    "rows of this rank are copied behind the start": Mutant(
+        lambda: mock.patch.object(sent_rows, "start_to_ranks", _joined_start), "RACE",
+        ("experts waited on another stream",),
+    ),
+    "no record_stream after rows": Mutant(
+        lambda: mock.patch.object(rows, "released", _nothing), "REUSE", ("experts waited on another stream",),
     ),
     "no wait in a capture": Mutant(
         lambda: mock.patch.object(nccl.Work, "wait", _wait_without_order), "UNJOINED",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from stream_order.calls import CALLS, DIFFERENTIABLE
+from stream_order.calls import CALLS, DIFFERENTIABLE, ON_TWO_STREAMS
 from stream_order.captures import CAPTURED, another_table, captured, in_private_pool
 from stream_order.collectives import COLLECTIVES, WAYS
 from stream_order.nccl import LEGACY, NCCL2
@@ -43,7 +43,7 @@ def _differentiable() -> Iterator[tuple[str, Run]]:
     ways = (forward, backward, backward_on_another_stream, failing)
     for (name, call), way in itertools.product(DIFFERENTIABLE.items(), ways):
         yield f"{name}, {way.__name__.replace('_', ' ')}", partial(way, call=call)
-    for name, call in CALLS.items():
+    for name, call in (CALLS | ON_TWO_STREAMS).items():
         yield f"{name}, forward", partial(forward, call=call)
         yield f"{name}, failing", partial(failing, call=call)
 
