@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from tritoncomm_kernels import torch_path
 
 from bench import bench_launch
 from bench.harness import Clock, Part, Row, Samples
@@ -403,10 +404,11 @@ def clock_launches(case: Case, rounds: int) -> Samples:
     import transformers.distributed.expert_parallel as module
 
     exchange_counts, all_to_all = routing.exchange_counts, dist.all_to_all_single
+    known = torch.empty(case.world, 4, dtype=torch.int64)
 
     def own_counts(counts: Tensor, *arguments: Any) -> None:
         exchange_counts(counts, *arguments)
-        counts[1] = counts[0]
+        counts.copy_(known)  # which no kernel has counted
 
     def copied(out: Tensor, x: Tensor, *sizes: Any, **options: Any) -> None:
         all_to_all(out, x, *sizes, **options)
@@ -421,6 +423,7 @@ def clock_launches(case: Case, rounds: int) -> Samples:
         warnings.catch_warnings(action="ignore"),
         quiet_host(),
     ):
+        torch_path.sort_by_owner(inputs_of(case)[1], case.experts // case.world, 0, known)
         calls = calls_of(case, group)
         return dict(zip(calls, interleaved(list(calls.values()), rounds * 5, 1), strict=True))
 

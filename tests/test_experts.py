@@ -23,24 +23,12 @@ import tritoncomm
 from tritoncomm import ArgumentError, GroupError, MismatchError, ShapeError, p2p, record
 from tritoncomm.core import backend
 from tritoncomm.experts import Dispatched, combine, dispatch
-from tritoncomm.experts import routing as routes_of_tokens
 
 
 def routing_of(world: int, **changes: Any) -> Routing:
     tokens = tuple((5, 3, 0, 7, 4, 1, 6, 2)[:world])
     plain = Routing(tokens, 16, 2, 2, "even", "float32", "float32", 1, "torch", "eager", 1)
     return replace(plain, **changes)
-
-
-def test_the_example_of_sorted_rows() -> None:
-    shape = (2, 2)
-    rows = routes_of_tokens._sort_rows(torch.tensor([[2, 0], [2, 3]]), 2, 2)
-    assert rows.order.tolist() == [0, 1, 2, 3]
-    assert rows.counts[0].tolist() == [[1, 0, 0, 0], [2, 1, 0, 0]]
-    routes = routes_of_tokens._plan_routes(rows, [1, 2], (1, 0), 0, shape)
-    assert routes[:3] == ((0, 2), (0, 0), 1)
-    assert routes.tokens.tolist() == [0, 1, 0]
-    assert routes.index.tolist() == [[2, 0], [1, 3]]  # 3 is no row of the buffer
 
 
 @pytest.mark.parametrize("path", ["torch", "triton"])

@@ -14,22 +14,26 @@ from typing import TYPE_CHECKING, Any
 
 from tritoncomm_kernels import installed_triton, torch_path
 from tritoncomm_kernels.config import Config, config_for
-from tritoncomm_kernels.geometry import MAX_PARTS, TooLargeError
+from tritoncomm_kernels.geometry import MAX_IDS, MAX_PARTS, BucketSort, OwnerSort, TooLargeError
 from tritoncomm_kernels.segments import PADDING, Copies, Segment, Segments, in_turns
 
 if TYPE_CHECKING:
     from tritoncomm_kernels.copy import pack, plain_copy, unpack
     from tritoncomm_kernels.cross_entropy import gradient, statistics
+    from tritoncomm_kernels.id_sort import sort_by_bucket, sort_by_owner
     from tritoncomm_kernels.reduction import reduce
     from tritoncomm_kernels.row_copy import gather_rows, scatter_rows
     from tritoncomm_kernels.row_sums import dot_rows, scale_rows, sum_rows
     from tritoncomm_kernels.segment_copy import SegmentCall, copy_segments, gather_segments, scatter_segments
 
 __all__ = [
+    "MAX_IDS",
     "MAX_PARTS",
     "PADDING",
+    "BucketSort",
     "Config",
     "Copies",
+    "OwnerSort",
     "Segment",
     "SegmentCall",
     "Segments",
@@ -47,6 +51,8 @@ __all__ = [
     "scale_rows",
     "scatter_rows",
     "scatter_segments",
+    "sort_by_bucket",
+    "sort_by_owner",
     "statistics",
     "sum_rows",
     "torch_path",
@@ -67,6 +73,8 @@ _LAZY = {
     "scale_rows": "row_sums",
     "scatter_rows": "row_copy",
     "scatter_segments": "segment_copy",
+    "sort_by_bucket": "id_sort",
+    "sort_by_owner": "id_sort",
     "statistics": "cross_entropy",
     "sum_rows": "row_sums",
     "unpack": "copy",

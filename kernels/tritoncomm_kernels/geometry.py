@@ -14,6 +14,8 @@ from tritoncomm_kernels.dtypes import wide_type
 
 Ints = tuple[int, ...]
 MAX_PARTS = 64
+MAX_IDS = 64  # ids of a token
+OWNER_COUNTS = 4
 DOT_LANES = 1024  # partial sums of a dot product, by the element modulo this: the order of addition follows from it
 
 
@@ -222,3 +224,47 @@ def listed_rows(
     if totals.shape[0] != lists[0]:
         raise ValueError(f"{name}: {lists[0]} lists do not fit {tuple(totals.shape)}")
     return ListedRows(*lists, shape[0], shape[1], wide)
+
+
+class OwnerSort(NamedTuple):
+    """Tokens sorted by the owners of their ids, each once for every owner.
+
+    Attributes:
+        lines: the sorted tokens; undefined, or no tokens, behind as many as the counts say.
+        index: ``[tokens, slots]``, places of each token in the order of its owners; past the places, or negative, for
+            fewer owners. Slots are ``min(k, owners)``.
+    """
+
+    lines: Tensor
+    index: Tensor
+
+
+class BucketSort(NamedTuple):
+    """Ids sorted by bucket; equal ones are in their order.
+
+    Attributes:
+        counts: ``[buckets]``, int64, padding included.
+        pairs: ``[total]``, numbers ``token*k + slot``; -1 for padding.
+        lines: ``[total]``, tokens; -1 likewise.
+        index: ``[tokens, k]``, place of each id; past the places, or negative, for an id of no bucket.
+    """
+
+    counts: Tensor
+    pairs: Tensor
+    lines: Tensor
+    index: Tensor
+
+
+def check_ids(name: str, ids: Tensor, counts: Tensor | None = None) -> None:
+    """Check the ids of a sort, and the counts of ``sort_by_owner``."""
+    if ids.dim() != 2 or not ids.shape[1] or (ids.shape[1] > 1 and ids.stride(1) != 1):
+        raise ValueError(f"{name}: ids {tuple(ids.shape)} with strides {ids.stride()} are no [tokens, k] of contiguous "
+                         "tokens")  # fmt: skip
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name}: ids must be int64 or int32, not {ids.dtype}")
+    if counts is None:
+        return
+    if counts.dtype is not torch.int64:
+        raise TypeError(f"{name}: counts must be int64, not {counts.dtype}")
+    if counts.dim() != 2 or counts.shape[1] != OWNER_COUNTS or not counts.is_contiguous():
+        raise ValueError(f"{name}: counts {tuple(counts.shape)} are no contiguous [owners, {OWNER_COUNTS}]")

@@ -11,6 +11,9 @@ from tritoncomm_kernels.config import Config, power_of_two
 from tritoncomm_kernels.dtypes import checked_scale, wide_type
 from tritoncomm_kernels.geometry import (
     DOT_LANES,
+    BucketSort,
+    OwnerSort,
+    check_ids,
     check_parts,
     geometry_of,
     indexed_rows,
@@ -38,6 +41,8 @@ __all__ = [
     "scale_rows",
     "scatter_rows",
     "scatter_segments",
+    "sort_by_bucket",
+    "sort_by_owner",
     "statistics",
     "sum_rows",
     "unpack",
@@ -264,6 +269,48 @@ def dot_rows(x: Tensor, y: Tensor, pair: Tensor, out: Tensor) -> int:
             total = even + odd
         out.view(-1).index_copy_(0, places.long(), total.view(-1) + 0.0)  # a sum begins with +0
     return lists.rows * (lists.row * (x.itemsize + y.itemsize) + pair.itemsize + out.itemsize)
+
+
+def sort_by_owner(ids: Tensor, per: int, owner: int, counts: Tensor) -> OwnerSort:
+    """Sort tokens by the owners of their ids, those of ``owner`` last; see ``tritoncomm_kernels.sort_by_owner``."""
+    check_ids("sort_by_owner", ids, counts)
+    (tokens, k), owners = ids.shape, counts.shape[0]
+    edges = torch.arange(0, (owners + 1) * per, per, dtype=ids.dtype, device=ids.device)
+    # Keys: 0 for an id of no owner, w + 1 for owner w; owners + 2 more, if an earlier id of the token has that key.
+    keys = torch.bucketize(ids.contiguous(), edges, right=True).remainder_(owners + 1).sort(1).values
+    before, behind = keys[:, :-1], keys[:, 1:]
+    behind.add_(before == behind, alpha=owners + 2)
+    if k > owners:
+        keys = keys.sort(1).values  # so that the first slots of a token have all of its owners
+    keys, order = keys.masked_fill(keys == owner + 1, owners + 1).view(-1).sort(stable=True)
+    ramp = torch.arange(max(keys.shape[0], 2 * owners + 4), device=keys.device)
+    sizes = torch.searchsorted(keys, ramp[: 2 * owners + 4]).diff()
+    wrong, rows, last, again, beside = sizes.split_with_sizes((1, owners, 1, 1, owners))
+    torch.stack([rows, beside, wrong.expand(owners), again.expand(owners)], 1, out=counts)
+    counts[owner, :1].copy_(last)
+    index = torch.empty_like(order).scatter_(0, order, ramp[: keys.shape[0]]).view(tokens, k)
+    if k > owners:
+        index = index[:, :owners].contiguous()
+    return OwnerSort(torch.div(order, k, rounding_mode="floor"), index)
+
+
+def sort_by_bucket(ids: Tensor, first: int, buckets: int, number: int, total: int, alignment: int = 1) -> BucketSort:
+    """Sort ids stably by bucket; see ``tritoncomm_kernels.sort_by_bucket``."""
+    check_ids("sort_by_bucket", ids)
+    # Modulo the number of all, ids of no bucket come behind the others.
+    keys, order = torch.sub(ids, first).remainder_(number).reshape(-1).sort(stable=True)
+    ramp = torch.arange(max(order.shape[0], buckets + 1), device=keys.device, dtype=keys.dtype)
+    bounds, places = torch.searchsorted(keys, ramp[: buckets + 1]), ramp[: order.shape[0]]
+    counts = bounds.diff()
+    if alignment == 1:
+        pairs, index = order[:total], ids.new_empty(order.shape).scatter_(0, order, places)
+    else:
+        padded = torch.div(counts + (alignment - 1), alignment, rounding_mode="floor") * alignment
+        shift, in_buckets = padded.cumsum(0) - padded - bounds[:-1], keys < buckets
+        places = torch.where(in_buckets, places + shift[keys.clamp(max=buckets - 1).long()], total)
+        index = order.new_empty(order.shape).scatter_(0, order, places)
+        pairs, counts = order.new_full((total + 1,), -1).scatter_(0, places, order)[:total], padded
+    return BucketSort(counts, pairs, torch.div(pairs, ids.shape[1], rounding_mode="floor"), index.view(ids.shape))
 
 
 class _PairRows(NamedTuple):

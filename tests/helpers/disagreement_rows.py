@@ -183,7 +183,7 @@ def _dispatch(g: Any, x: Tensor) -> experts.Dispatched:
     return experts.dispatch(x, ids, torch.ones(ids.shape, device=x.device), g.size(), g)
 
 
-def _route(g: Any, x: Tensor) -> experts.Route:
+def _route(g: Any, x: Tensor) -> Any:
     """As many ids of a token as x has columns, of one dtype for each dtype of x."""
     kind = torch.int64 if x.dtype is torch.float32 else torch.int32
     return experts.route(torch.zeros(x.shape, dtype=kind, device=x.device), g.size(), g)

@@ -16,7 +16,7 @@ import triton.language as tl
 import tritoncomm_kernels
 from devices import Device
 from torch import Tensor
-from tritoncomm_kernels import Segments, cross_entropy, row_copy, row_sums, segment_copy, segment_kernel
+from tritoncomm_kernels import Segments, cross_entropy, id_sort, row_copy, row_sums, segment_copy, segment_kernel
 from tritoncomm_kernels.address import (
     _copy_kernel,
     _copy_shard,
@@ -134,7 +134,7 @@ def example(name: str) -> Callable[[Callable[[Shown], None]], Callable[[Shown], 
 
 
 def test_every_jit_function_has_an_example() -> None:
-    assert len(DOCS) == 31
+    assert len(DOCS) == 37
     assert set(EXAMPLES) == set(DOCS)
     assert [name for name, text in DOCS.items() if "Example:" not in text] == []
 
@@ -553,6 +553,76 @@ def _(shown: Shown) -> None:
     out = shown.out(1, torch.float32)
     _launch(folded_kernel, 1, shown.tensor([1.0, 2.0, 3.0, 4.0], torch.float32), out, LANES=4)
     shown.values([3.0, 7.0], out)
+
+
+# --- id_sort
+
+
+@triton.jit
+def tokens_kernel(n_ptr, out_ptr, KP: tl.constexpr):
+    lane = tl.arange(0, 4)
+    tl.store(out_ptr + lane, id_sort._token_of(tl.load(n_ptr + lane), KP))
+
+
+@example("id_sort._token_of")
+def _(shown: Shown) -> None:
+    out = shown.out(4, torch.int32)
+    _launch(tokens_kernel, 1, shown.tensor([0, 1, 3, 4], torch.int32), out, KP=4)
+    shown.values(out)
+
+
+@triton.jit
+def keys_kernel(ids_ptr, out_ptr, first, per, buckets, K: tl.constexpr, KP: tl.constexpr):
+    n = tl.arange(0, KP)
+    tl.store(out_ptr + n, id_sort._key_of(ids_ptr, n, 3, 1, first, per, buckets, K, KP))
+
+
+@example("id_sort._key_of")
+def _(shown: Shown) -> None:
+    out = shown.out(4, torch.int32)
+    _launch(keys_kernel, 1, shown.tensor([[5, 2, 9]], torch.int64), out, 2, 2, 2, K=3, KP=4)
+    shown.values(out)
+
+
+@triton.jit
+def repeats_kernel(keys_ptr, out_ptr, buckets, KP: tl.constexpr):
+    i, j = tl.arange(0, KP)[:, None], tl.arange(0, KP)[None, :]
+    repeats = id_sort._repeats(tl.load(keys_ptr + i), tl.load(keys_ptr + j), i, j, buckets, KP)
+    tl.store(out_ptr + i * KP + j, repeats)
+
+
+@example("id_sort._repeats")
+def _(shown: Shown) -> None:
+    out = shown.out(16, torch.int32)
+    _launch(repeats_kernel, 1, shown.tensor([1, 1, 0, 1], torch.int32), out, 2, KP=4)
+    shown.values(out.view(4, 4))
+
+
+@example("id_sort._count_ids_kernel")
+def _(shown: Shown) -> None:
+    ids = shown.tensor([[0, 1], [0, 5]], torch.int32)
+
+    def run(programs: int) -> Tensor:
+        out, constants = shown.out(6, torch.int32), {"K": 2, "KP": 2, "IDS": 2, "DISTINCT": False, "CHUNK": 4}
+        _launch(id_sort._count_ids_kernel, programs, ids, out, 1.0, 2, 2, 0, 1, 2, 2, **constants)
+        return out
+
+    shown.programs(2, run)
+
+
+@example("id_sort._scan_ids_kernel")
+def _(shown: Shown) -> None:
+    for alignment in (1, 4):
+        counts, totals = shown.tensor([[1, 1, 0], [2, 0, 5]], torch.int32), shown.out(2, torch.int64)
+        constants = {"DISTINCT": False, "COLUMNS": 1, "ROWS": 2, "CHUNK": 2}
+        _launch(id_sort._scan_ids_kernel, 1, counts, totals, 1.0, 2, 2, alignment, **constants)
+        shown.values(counts, totals)
+
+
+@example("id_sort._place_ids_kernel")
+def _(shown: Shown) -> None:
+    sort = id_sort.sort_by_bucket(shown.tensor([[1, 0], [0, 5]], torch.int64), 0, 2, 6, 3)
+    shown.values(sort.counts, sort.pairs, sort.lines, sort.index)
 
 
 # --- cross_entropy

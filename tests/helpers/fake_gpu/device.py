@@ -25,7 +25,7 @@ from fake_gpu.threads import Buffer, run
 from torch import Tensor
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 from triton.compiler import CompiledKernel
-from tritoncomm_kernels import cross_entropy, device_table, launch, row_copy, row_sums, segment_copy
+from tritoncomm_kernels import cross_entropy, device_table, id_sort, launch, row_copy, row_sums, segment_copy
 
 __all__ = ["Device"]
 
@@ -78,6 +78,7 @@ class Device:
                 patches += [
                     mock.patch.multiple(launch.Launch, __call__=self._watched(launch.Launch.__call__, _of_direct)),
                     mock.patch.multiple(cross_entropy, launched=ordinary),
+                    mock.patch.multiple(id_sort, _sort=self._addressed(id_sort._sort)),
                     mock.patch.multiple(row_copy, _run=self._addressed(row_copy._run)),
                     mock.patch.multiple(row_sums, _run=self._addressed(row_sums._run)),
                     mock.patch.multiple(segment_copy, _run=self._addressed(segment_copy._run)),

@@ -271,6 +271,8 @@ class _Run:
         value, lane = self.read(operands[1], "b32"), np.arange(self.count)
         if kinds[1] == "idx" and operands[3] == "31":
             return value[lane // 32 * 32 + (self.read(operands[2], "b32") & 31)]
+        if kinds[1] == "up":  # the first lanes keep their values
+            return value[np.where(lane % 32 >= int(operands[2]), lane - int(operands[2]), lane)]
         if kinds[1] != "bfly":
             raise PtxError(f"unknown instruction shfl.{'.'.join(kinds)}")
         return value[lane ^ int(operands[2])]

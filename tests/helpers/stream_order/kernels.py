@@ -45,6 +45,12 @@ def accesses_of(call: Launch, first: Tensor, second: Tensor, more: tuple[int, ..
         return Accesses([first, *more[:2]], [second])
     if name == "_dot_rows_kernel":
         return Accesses([first, second, more[0]], [more[1]])
+    if name == "_count_ids_kernel":
+        return Accesses([first], [second])
+    if name == "_scan_ids_kernel":
+        return Accesses([first], [first, second])
+    if name == "_place_ids_kernel":
+        return Accesses([first, second, more[0]], [*more[1:4]])
     assert name == "_segments_kernel", f"the simulator does not know {name}"
     tables = [second] if constants["LISTED"] else []
     addresses: list[Tensor | int] = [*(second.view(torch.int64).tolist() if tables else filter(None, more))]
