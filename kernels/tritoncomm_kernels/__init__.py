@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tritoncomm_kernels.id_sort import sort_by_bucket, sort_by_owner
     from tritoncomm_kernels.reduction import reduce
     from tritoncomm_kernels.row_copy import gather_rows, scatter_rows
-    from tritoncomm_kernels.row_sums import dot_rows, scale_rows, sum_rows
+    from tritoncomm_kernels.row_sums import dot_rows, scale_dot_rows, scale_rows, sum_rows
     from tritoncomm_kernels.segment_copy import SegmentCall, copy_segments, gather_segments, scatter_segments
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "pack",
     "plain_copy",
     "reduce",
+    "scale_dot_rows",
     "scale_rows",
     "scatter_rows",
     "scatter_segments",
@@ -70,6 +71,7 @@ _LAZY = {
     "pack": "copy",
     "plain_copy": "copy",
     "reduce": "reduction",
+    "scale_dot_rows": "row_sums",
     "scale_rows": "row_sums",
     "scatter_rows": "row_copy",
     "scatter_segments": "segment_copy",

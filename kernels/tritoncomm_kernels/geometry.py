@@ -188,7 +188,13 @@ class ListedRows(NamedTuple):
 
 
 def listed_rows(
-    name: str, rows: Tensor, totals: Tensor, index: Tensor, weights: Tensor | None, slots: Tensor
+    name: str,
+    rows: Tensor,
+    totals: Tensor,
+    index: Tensor,
+    weights: Tensor | None,
+    slots: Tensor,
+    behind: Tensor | None = None,
 ) -> ListedRows:
     """Check the tensors of ``sum_rows``, ``scale_rows`` and ``dot_rows``.
 
@@ -198,6 +204,7 @@ def listed_rows(
         index: ``[lists, slots]`` by list, or ``[count]`` by row.
         weights: ``[lists, slots]``, every list contiguous; None without weights.
         slots: tensor with an element for every slot, ``[lists, slots]``: the index or the weights.
+        behind: ``[others, row]``, that are in the lists, too.
     """
     lists, shape = tuple(slots.shape), rows.shape
     if len(lists) != 2:
@@ -217,10 +224,12 @@ def listed_rows(
         raise ValueError(f"{name}: the weights of a list must be contiguous, not strided by {weights.stride()}")
     if not lists[1]:
         raise ValueError(f"{name}: lists of no slots")
-    for x in (rows, totals):
+    for x in (rows, totals, *(() if behind is None else (behind,))):
         if x.dim() != 2 or x.shape[1] != shape[1] or (x.stride(1) != 1 and shape[1] > 1 and x.shape[0]):
             raise ValueError(f"{name}: rows must be contiguous and equally long, not {tuple(rows.shape)} by "
                              f"{rows.stride()} and {tuple(totals.shape)} by {totals.stride()}")  # fmt: skip
+    if behind is not None and (behind.dtype is not rows.dtype or behind.is_neg()):
+        raise TypeError(f"{name}: rows are of {rows.dtype} and {behind.dtype}, or a lazy view")
     if totals.shape[0] != lists[0]:
         raise ValueError(f"{name}: {lists[0]} lists do not fit {tuple(totals.shape)}")
     return ListedRows(*lists, shape[0], shape[1], wide)

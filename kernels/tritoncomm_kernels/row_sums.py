@@ -1,7 +1,7 @@
 """sum_rows, scale_rows and dot_rows: lists of rows by indices in device memory, as the experts of a token.
 
-Each is a gradient of the other two. With lists of ``slots`` places, weights ``w[list, slot]`` and rows y, of which each
-is in one place at most:
+Each is a gradient of the other two, and ``scale_dot_rows`` does the last two at once. With lists of ``slots`` places,
+weights ``w[list, slot]`` and rows y, of which each is in one place at most:
 
 - ``sum_rows``: ``x[list] = w[list, 0] * y[index[list, 0]] + w[list, 1] * y[index[list, 1]] + ...``, in this order
 - ``scale_rows``: ``y[j] = w[list, slot] * x[list]``, where ``pair[j] = list*slots + slot``
@@ -27,7 +27,7 @@ from tritoncomm_kernels.geometry import DOT_LANES, ListedRows, listed_rows
 from tritoncomm_kernels.launch import INTERPRETED, TRITON_TYPE, Launch, RowsPlan, check_place, tile_of_rows
 from tritoncomm_kernels.numerics import narrow, widen
 
-__all__ = ["dot_rows", "scale_rows", "sum_rows"]
+__all__ = ["dot_rows", "scale_dot_rows", "scale_rows", "sum_rows"]
 
 _DOT_THREADS = 128  # 16 bytes of bf16 each
 
@@ -35,17 +35,20 @@ _DOT_THREADS = 128  # 16 bytes of bf16 each
 @triton.jit(
     do_not_specialize=[
         "scale", "index_at", "weights_at", "limit", "stride_rows", "stride_out", "stride_weights", "count", "row",
-        "blocks",
+        "blocks", "total", "behind", "stride_behind",
     ]
 )  # fmt: skip
 def _sum_rows_kernel(
     rows_ptr, out_ptr, scale, index_at: tl.int64, weights_at: tl.int64,
     limit: tl.int64, stride_rows: tl.int64, stride_out: tl.int64, stride_weights: tl.int64, count: tl.int32,
-    row: tl.int32, blocks: tl.int32,
-    INDEX: tl.constexpr, SLOTS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    row: tl.int32, blocks: tl.int32, total: tl.int64, behind: tl.int64, stride_behind: tl.int64,
+    INDEX: tl.constexpr, SLOTS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_BEHIND: tl.constexpr, WIDE: tl.constexpr,
+    VEC: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Add up the rows of ``count`` lists, each of ``row`` units of VEC elements; an index of no row adds nothing.
+
+    With HAS_BEHIND rows from ``limit`` to ``total`` are of another tensor, which starts ``behind`` units after
+    ``rows_ptr``.
 
     Example:
         Rows ``[[1.0, 2.0], [3.0, 4.0]]`` (``limit`` 2) by index ``[[1, 0], [-1, 1]]`` with weights
@@ -65,8 +68,13 @@ def _sum_rows_kernel(
     acc = tl.full([BLOCK_ROWS, BLOCK_COLS], 0, WIDE)
     for slot in tl.static_range(SLOTS):
         source = tl.load(index_ptr + slot, mask=in_lists, other=-1).to(tl.int64)
-        is_row = (source >= 0) & (source < limit)
-        offset = (tl.where(is_row, source, 0) * stride_rows + c) * VEC + element
+        if HAS_BEHIND:  # one pointer for both: its alignment is known, and that of an integer is not
+            is_row = (source >= 0) & (source < total)
+            start = tl.where(source < limit, source * stride_rows, behind + (source - limit) * stride_behind)
+            offset = (tl.where(is_row, start, 0) + c) * VEC + element
+        else:
+            is_row = (source >= 0) & (source < limit)
+            offset = (tl.where(is_row, source, 0) * stride_rows + c) * VEC + element
         part = widen(tl.load(rows_ptr + offset, mask=mask & is_row, other=0), WIDE)
         if HAS_WEIGHTS:
             part *= tl.load(weights_ptr + slot, mask=in_lists & is_row, other=0)
@@ -165,7 +173,49 @@ def _dot_rows_kernel(
         tl.store(out_at.to(tl.pointer_type(WIDE)) + pair + tl.arange(0, 1), _folded(acc, LANES))
 
 
-def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor) -> int:
+@triton.jit(
+    do_not_specialize=[
+        "scale", "pair_at", "out_at", "weights_at", "limit", "stride_lists", "stride_rows", "stride_weights", "row",
+        "scaled", "stride_scaled",
+    ]
+)  # fmt: skip
+def _scale_dot_rows_kernel(
+    lists_ptr, rows_ptr, scale, pair_at: tl.int64, out_at: tl.int64, weights_at: tl.int64,
+    limit: tl.int64, stride_lists: tl.int64, stride_rows: tl.int64, stride_weights: tl.int64, row: tl.int32,
+    scaled: tl.int64, stride_scaled: tl.int64,
+    INDEX: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Write the dot product of one row with the row of its pair's list, and the list's row times the pair's weight.
+
+    The scaled rows start ``scaled`` units after ``rows_ptr``.
+
+    Example:
+        Lists' rows ``[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]`` with weights ``[[1.0, 10.0], [9.0, 0.5]]`` and rows
+        ``[[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]`` by pairs ``[3, 0, -1]``: dot products are ``[[6.0, _],
+        [_, 10.0]]``, scaled rows are ``[[2.0, 2.5, 3.0], [1.0, 2.0, 3.0], [0.0, 0.0, 0.0]]``.
+    """
+    j = tl.program_id(0).to(tl.int64)
+    pair = tl.load(pair_at.to(tl.pointer_type(INDEX)) + j).to(tl.int64)
+    is_pair = (pair >= 0) & (pair < limit)
+    pair = tl.where(is_pair, pair, 0)
+    source = pair // SLOTS
+    lane = tl.arange(0, LANES)
+    weights_ptr = weights_at.to(tl.pointer_type(WIDE)) + source * stride_weights + (pair - source * SLOTS)
+    weight = tl.load(weights_ptr, mask=is_pair, other=0)
+    x_ptr, y_ptr = lists_ptr + (source * stride_lists) * VEC + lane, rows_ptr + (j * stride_rows) * VEC + lane
+    scaled_ptr = rows_ptr + (scaled + j * stride_scaled) * VEC + lane
+    acc = tl.full([LANES], 0, WIDE)
+    for block in range((row * VEC + LANES - 1) // LANES):
+        # By units: a mask by element would make every access as narrow as an element.
+        mask = block * (LANES // VEC) + lane // VEC < row
+        x = widen(tl.load(x_ptr + block * LANES, mask=mask & is_pair, other=0), WIDE)
+        acc += x * widen(tl.load(y_ptr + block * LANES, mask=mask & is_pair, other=0), WIDE)
+        tl.store(scaled_ptr + block * LANES, narrow(x * weight, rows_ptr.dtype.element_ty), mask=mask)
+    if is_pair:
+        tl.store(out_at.to(tl.pointer_type(WIDE)) + pair + tl.arange(0, 1), _folded(acc, LANES))
+
+
+def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor, behind: Tensor | None = None) -> int:
     """Add up rows by lists of indices: ``out[i] = w[i, 0] * x[index[i, 0]] + w[i, 1] * x[index[i, 1]] + ...``.
 
     The sum is fp32 (fp64 if either side is fp64), from +0 in the order of the list, rounded once at the store. An index
@@ -176,13 +226,15 @@ def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor) -> i
         index: ``[lists, slots]``, contiguous, int64 or int32.
         weights: ``[lists, slots]`` in the type of the sum, every list contiguous; None for 1.
         out: ``[lists, row]``, every row contiguous, not in the memory of ``x``.
+        behind: ``[others, row]`` of the dtype of ``x``, every row contiguous: rows that the index counts after those
+            of ``x``.
 
     Returns:
         Bytes read plus bytes written, as if every index were a row.
 
     Raises:
         ValueError: the shapes do not fit, rows are not contiguous, two devices, a lazy negative view.
-        TypeError: a dtype without arithmetic here, or an index that is neither int64 nor int32.
+        TypeError: two dtypes of rows, a dtype without arithmetic here, or an index that is neither int64 nor int32.
         TooLargeError: 2**31 rows or units of a row, or nearly that.
 
     Example:
@@ -191,11 +243,11 @@ def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor) -> i
 
     Traffic: reads index, weights and every indexed row once, writes ``out`` once.
     """
-    lists = listed_rows("sum_rows", x, out, index, weights, index)
+    lists = listed_rows("sum_rows", x, out, index, weights, index, behind)
     limit, count = lists.rows, lists.lists
     if count and lists.row:
-        addressed = (index,) if weights is None else (index, weights)
-        _run("sum_rows", addressed, lists, (x, out), (limit, count), weights)
+        addressed = [tensor for tensor in (index, behind, weights) if tensor is not None]
+        _run("sum_rows", addressed, lists, (x, out), (limit, count), weights, behind)
     moved = index.numel() * (lists.row * x.itemsize + index.itemsize) + out.nbytes
     return moved + (0 if weights is None else weights.nbytes)
 
@@ -267,7 +319,46 @@ def dot_rows(x: Tensor, y: Tensor, pair: Tensor, out: Tensor) -> int:
     return lists.rows * (lists.row * (x.itemsize + y.itemsize) + pair.itemsize + out.itemsize)
 
 
-_KERNELS = {"sum_rows": _sum_rows_kernel, "scale_rows": _scale_rows_kernel, "dot_rows": _dot_rows_kernel}
+def scale_dot_rows(x: Tensor, y: Tensor, pair: Tensor, weights: Tensor, scaled: Tensor, out: Tensor) -> int:
+    """Do ``scale_rows(x, pair, weights, scaled)`` and ``dot_rows(x, y, pair, out)`` at once, with their bits.
+
+    Args:
+        x: ``[lists, row]``, every row contiguous, any stride between rows.
+        y: ``[rows, row]``, likewise.
+        pair: ``[rows]``, contiguous, int64 or int32.
+        weights: ``[lists, slots]``, as of ``scale_rows``, in the dtype of ``out``.
+        scaled: ``[rows, row]`` of the dtype of ``y``, every row contiguous, not in the memory of ``x`` or ``y``.
+        out: ``[lists, slots]``, as of ``dot_rows``.
+
+    Returns:
+        Bytes read plus bytes written, as if every pair were a place.
+
+    Raises:
+        ValueError, TypeError, TooLargeError: as ``sum_rows``.
+
+    Traffic: reads pairs, weights and both rows once for every pair; writes a row and a number for every pair.
+    """
+    name = "scale_dot_rows"
+    lists = listed_rows(name, y, x, pair, out, out)
+    listed_rows(name, scaled, x, pair, weights, weights)
+    if not out.is_contiguous() or scaled.dtype is not y.dtype:
+        raise ValueError(f"{name}: out must be contiguous, not strided by {out.stride()}, and scaled rows of "
+                         f"{y.dtype}, not {scaled.dtype}")  # fmt: skip
+    if lists.rows and lists.row and out.numel():
+        _run(name, (pair, out, scaled, weights), lists, (x, y), (out.numel(), lists.rows), weights, scaled)
+    else:
+        scaled.zero_()
+        out.view(-1)[pair[(pair >= 0) & (pair < out.numel())].long()] = 0
+    moved = lists.row * (x.itemsize + 2 * y.itemsize) + pair.itemsize + out.itemsize + weights.itemsize
+    return lists.rows * moved
+
+
+_KERNELS = {
+    "scale_dot_rows": _scale_dot_rows_kernel,
+    "sum_rows": _sum_rows_kernel,
+    "scale_rows": _scale_rows_kernel,
+    "dot_rows": _dot_rows_kernel,
+}
 
 
 def _run(
@@ -277,13 +368,15 @@ def _run(
     tensors: tuple[Tensor, Tensor],
     limits: tuple[int, int],
     weights: Tensor | None,
+    beside: Tensor | None = None,
 ) -> None:
     """Launch one call.
 
     Args:
-        addressed: tensors whose addresses are integers for the kernel: the index, and weights or their place.
+        addressed: tensors whose addresses are integers for the kernel: the index, and last weights or their place.
         tensors: first and second pointer of the kernel.
         limits: number of rows or places that an index may name, and number of lists or rows to write.
+        beside: rows that the kernel reaches from the pointer to rows of their dtype.
     """
     first, second = tensors
     check_place(name, first, second, *addressed)
@@ -291,14 +384,28 @@ def _run(
     # All numbers have to be whole units, as every row starts with one.
     strides = [x.stride(0) if x.shape[0] > 1 else lists.row for x in tensors]
     small, large = sorted((first.itemsize, second.itemsize))
-    aligned = math.gcd((first.data_ptr() | second.data_ptr()) & 15 or 16, 16)
-    vec = math.gcd(16 // small if aligned == 16 else max(aligned // large, 1), lists.row, *strides)
+    aligned, distance, stride_beside = math.gcd((first.data_ptr() | second.data_ptr()) & 15 or 16, 16), 0, 0
+    if beside is not None:
+        rows = first if name == "sum_rows" else second
+        distance = (beside.data_ptr() - rows.data_ptr()) // rows.itemsize
+        stride_beside = beside.stride(0) if beside.shape[0] > 1 else lists.row
+    units = 16 // small if aligned == 16 else max(aligned // large, 1)
+    vec = math.gcd(units, lists.row, *strides, distance, stride_beside)
     types, shape = (first.dtype, second.dtype, lists.wide, addressed[0].dtype), (lists.slots, lists.row, vec)
-    plan = _plan(name, first.get_device(), types, shape, power_of_two(count), weights is not None)
+    plan = _plan(name, first.get_device(), types, shape, power_of_two(count), (weights is not None, beside is not None))
     row: tuple[int, ...] = (lists.row // vec,)
-    if name != "dot_rows":
-        row = 0 if weights is None else weights.stride(0), count, *row, plan.blocks
-    numbers = addressed[0].data_ptr(), addressed[-1].data_ptr(), limit, strides[0] // vec, strides[1] // vec, *row
+    stride_weights = 0 if weights is None else weights.stride(0)
+    # A tensor without elements has no address, and nothing is read there.
+    addresses = [x.data_ptr() or addressed[0].data_ptr() for x in (addressed[0], addressed[-1])]
+    if name in ("sum_rows", "scale_rows"):
+        row = stride_weights, count, *row, plan.blocks
+    if name == "sum_rows":
+        total = limit + (0 if beside is None else beside.shape[0])
+        row = *row, total, distance // vec, stride_beside // vec
+    elif name == "scale_dot_rows":
+        addresses.insert(1, addressed[1].data_ptr())
+        row = stride_weights, *row, distance // vec, stride_beside // vec
+    numbers = *addresses, limit, strides[0] // vec, strides[1] // vec, *row
     plan.launch(first, second, 1.0, *numbers, grid=plan.grid(name, count, lists.row))
 
 
@@ -309,19 +416,20 @@ def _plan(
     types: tuple[torch.dtype, ...],
     shape: tuple[int, int, int],
     count: int,
-    has_weights: bool,
+    has: tuple[bool, bool],
 ) -> RowsPlan:
     """Prepare calls over about ``count`` rows, a power of two: each number would need an entry of its own.
 
     Args:
         types: behind the two pointers, of the arithmetic, of the index.
         shape: slots of a list, elements of a row, elements of a unit.
+        has: whether there are weights, and rows beside the others.
     """
     kernel, (*pointers, wide, index), (slots, row, vec) = _KERNELS[name], types, shape
     small = min(dtype.itemsize for dtype in pointers)
     tile, lanes = tile_of_rows(vec * small, count, row * small), min(DOT_LANES, power_of_two(row))
     rows, cols, warps = tile.block_rows, max(tile.block_cols // small, vec), tile.num_warps
-    if name == "dot_rows":
+    if name in ("dot_rows", "scale_dot_rows"):
         rows, cols, warps = 1, row, _DOT_THREADS // lanes_of(device)
     elif name == "sum_rows" and not INTERPRETED:
         # A thread has a load for each slot in flight: eight of 16 bytes suffice for the memory's latency, and take a
@@ -330,8 +438,8 @@ def _plan(
         cols = min(power_of_two(row * small), nbytes)
         rows, cols, warps = max(min(nbytes // cols, count), 1), max(cols // small, vec), 4
     constants = {
-        "INDEX": TRITON_TYPE[index], "SLOTS": slots, "HAS_WEIGHTS": has_weights, "WIDE": TRITON_TYPE[wide], "VEC": vec,
-        "LANES": lanes, "BLOCK_ROWS": rows, "BLOCK_COLS": cols,
+        "INDEX": TRITON_TYPE[index], "SLOTS": slots, "HAS_WEIGHTS": has[0], "HAS_BEHIND": has[1],
+        "WIDE": TRITON_TYPE[wide], "VEC": vec, "LANES": lanes, "BLOCK_ROWS": rows, "BLOCK_COLS": cols,
     }  # fmt: skip
     constants = {name: constants[name] for name in kernel.arg_names if name.isupper()}
     launch = Launch(kernel, device, 1, (pointers[0], pointers[1]), (), constants, warps)

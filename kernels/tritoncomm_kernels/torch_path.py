@@ -38,6 +38,7 @@ __all__ = [
     "gradient",
     "pack",
     "reduce",
+    "scale_dot_rows",
     "scale_rows",
     "scatter_rows",
     "scatter_segments",
@@ -213,9 +214,11 @@ def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
     return rows.moved
 
 
-def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor) -> int:
+def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor, behind: Tensor | None = None) -> int:
     """``out[i] = sum of weights[i, s] * x[index[i, s]]`` in the order of s; see ``tritoncomm_kernels.sum_rows``."""
-    lists = listed_rows("sum_rows", x, out, index, weights, index)
+    lists = listed_rows("sum_rows", x, out, index, weights, index, behind)
+    if behind is not None:
+        return sum_rows(torch.cat([x, behind]), index, weights, out)
     for sources, factors, total in _blocks(lists.slots * lists.row, index, weights, out):
         is_row = (sources >= 0) & (sources < lists.rows)
         places = is_row.view(-1).nonzero().view(-1)  # once: a mask as an index searches them again
@@ -311,6 +314,12 @@ def sort_by_bucket(ids: Tensor, first: int, buckets: int, number: int, total: in
         index = order.new_empty(order.shape).scatter_(0, order, places)
         pairs, counts = order.new_full((total + 1,), -1).scatter_(0, places, order)[:total], padded
     return BucketSort(counts, pairs, torch.div(pairs, ids.shape[1], rounding_mode="floor"), index.view(ids.shape))
+
+
+def scale_dot_rows(x: Tensor, y: Tensor, pair: Tensor, weights: Tensor, scaled: Tensor, out: Tensor) -> int:
+    """Do ``scale_rows`` and ``dot_rows``; see ``tritoncomm_kernels.scale_dot_rows``."""
+    moved_twice = len(pair) * (x.shape[1] * x.itemsize + pair.itemsize)  # by a kernel once
+    return scale_rows(x, pair, weights, scaled) + dot_rows(x, y, pair, out) - moved_twice
 
 
 class _PairRows(NamedTuple):

@@ -20,6 +20,7 @@ __all__ = [
     "here",
     "pack",
     "reduce",
+    "scale_dot_rows",
     "scale_rows",
     "scatter_rows",
     "scatter_segments",
@@ -144,8 +145,8 @@ def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
 
 
 @np.errstate(all="ignore")
-def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor) -> int:
-    wide = _wide(x, out)
+def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor, behind: Tensor | None = None) -> int:
+    x, wide = x if behind is None else torch.cat([x, behind]), _wide(x, out)
     for i, places in enumerate(index.tolist()):
         total = np.zeros(x.shape[1], wide)
         for s, at in enumerate(places):
@@ -155,6 +156,11 @@ def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor) -> i
         out[i] = torch.from_numpy(total).to(out.dtype)
     read = index.numel() * (x.shape[1] * x.itemsize + index.itemsize)
     return read + out.nbytes + (0 if weights is None else weights.nbytes)
+
+
+def scale_dot_rows(x: Tensor, y: Tensor, pair: Tensor, weights: Tensor, scaled: Tensor, out: Tensor) -> int:
+    twice = len(pair) * (x.shape[1] * x.itemsize + pair.itemsize)  # read by both
+    return scale_rows(x, pair, weights, scaled) + dot_rows(x, y, pair, out) - twice
 
 
 @np.errstate(all="ignore")

@@ -134,7 +134,7 @@ def example(name: str) -> Callable[[Callable[[Shown], None]], Callable[[Shown], 
 
 
 def test_every_jit_function_has_an_example() -> None:
-    assert len(DOCS) == 37
+    assert len(DOCS) == 38
     assert set(EXAMPLES) == set(DOCS)
     assert [name for name, text in DOCS.items() if "Example:" not in text] == []
 
@@ -488,6 +488,17 @@ def _(shown: Shown) -> None:
     weights = shown.tensor([[1.0, 10.0], [9.0, 0.5]], torch.float32)
     pair = shown.tensor([3, -1, 1], torch.int64)
     _listed(shown, 6, lambda out: row_sums.scale_rows(x, pair, weights, out.view(3, 2)), 2)
+
+
+@example("row_sums._scale_dot_rows_kernel")
+def _(shown: Shown) -> None:
+    x = shown.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], torch.float32)
+    weights = shown.tensor([[1.0, 10.0], [9.0, 0.5]], torch.float32)
+    y = shown.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]], torch.float32)
+    pair, out, scaled = shown.tensor([3, 0, -1], torch.int64), shown.out(4, torch.float32), torch.empty_like(y)
+    row_sums.scale_dot_rows(x, y, pair, weights, scaled, out.view(2, 2))
+    shown.values(scaled, [[6.0, "_"], ["_", 10.0]])
+    assert out.tolist() == [6.0, UNTOUCHED, UNTOUCHED, 10.0]
 
 
 @example("row_sums._dot_rows_kernel")

@@ -59,11 +59,22 @@ def test_lists_of_rows(
         x, out = make(count, row, first, gap, 1, at), make(lists, row, second, gap, 2, at)
         in_every_way(lambda m, x, i, w, out: m.sum_rows(x, i, w, out), x, index, weights, out, nan=True)
         in_every_way(lambda m, x, i, out: m.sum_rows(x, i, None, out), x, index, out, nan=True)
+        cut = (0, count // 2, count)[place % 3]  # the rows behind are as far away as they are in memory
+        front, behind = x[:cut], make(count, row, first, 2 * gap, 1, at)[cut:]
+        in_every_way(
+            lambda m, x, i, w, b, out: m.sum_rows(x, i, w, out, b), front, index, weights, behind, out, nan=True
+        )
         x, out = make(lists, row, first, gap, 1, at), make(count, row, second, gap, 2, at)
         in_every_way(lambda m, x, p, w, out: m.scale_rows(x, p, w, out), x, pair, weights, out, nan=True)
         dots = make(lists, slots, wide, 0, 4, at)
         y = make(count, row, second, gap, 5, at)
         in_every_way(lambda m, x, y, p, out: m.dot_rows(x, y, p, out), x, y, pair, dots, nan=True)
+        y, scaled = y.to(second), make(count, row, second, 0, 6, at)
+        both = torch.stack([dots, weights]).unbind()
+        in_every_way(
+            lambda m, x, y, p, w, scaled, out: m.scale_dot_rows(x, y, p, w, scaled, out),
+            x, y, pair, both[1], scaled, both[0], nan=True,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("module", MODULES)

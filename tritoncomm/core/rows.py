@@ -4,6 +4,7 @@ A row of the wire holds a row of every tensor, side by side. Rows that this rank
 """
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from types import ModuleType
 from typing import NamedTuple
 
@@ -78,15 +79,19 @@ class RowsInFlight:
     Attributes:
         columns: for each tensor the rows of this rank, columns of one buffer: from the other ranks in rank order, then
             its own. Rows of other ranks are undefined until ``wait()``.
+        behind: for each tensor this rank's own rows, if they are not in ``columns``; else empty.
         path, copied, nbytes: path of the passes, and the bytes that they copied and that the all-to-all sends.
     """
 
-    __slots__ = ("_is_apart", "_name", "_source", "_version", "_wire", "_work", "columns", "copied", "nbytes", "path")
+    __slots__ = (
+        "_is_apart", "_name", "_source", "_version", "_wire", "_work", "behind", "columns", "copied", "nbytes", "path",
+    )  # fmt: skip
 
     def __init__(
         self, columns: list[Tensor], work: Work, wire: Tensor, is_apart: bool, path: CopyPath, copied: int
     ) -> None:
         self.columns, self._work, self._wire, self._is_apart = columns, work, wire, is_apart
+        self.behind: Sequence[Tensor] = ()
         self.path: CopyPath = path
         self.copied, self.nbytes = copied, wire.nbytes
         self._source: Tensor | None = None
@@ -166,15 +171,20 @@ def start_to_tokens(
     else:
         wire = _buffer(tensors[0], sent, width)
         copied += _copy([leaving for leaving, _ in parts], _views(wire, tensors, starts))
-    buffer = _buffer(wire, received + routes.local, width)
-    arriving, kept = buffer.split_with_sizes((received, routes.local))
-    own_rows, targets = [staying for _, staying in parts], _views(kept, tensors, starts)
+    own_rows = [staying for _, staying in parts]
+    # Kernels add own rows up where they are. On torch's path that would be a copy of all rows, and a tensor of a caller
+    # may change before a wait that is apart.
+    is_copied = path == "torch" or is_apart
+    buffer = _buffer(wire, received + routes.local * is_copied, width)
+    arriving, kept = buffer.split_with_sizes((received, len(buffer) - received))
+    targets = _views(kept, tensors, starts) if is_copied else []
     if is_apart:
         copied += _copy(own_rows, targets)
     work = _start(wire, arriving, routes.recv_counts, routes.send_counts, group, name)
-    if not is_apart:
+    if is_copied and not is_apart:
         copied += _copy(own_rows, targets)
     rows = RowsInFlight(_views(buffer, tensors, starts), work, wire, is_apart, path, copied)
+    rows.behind = [] if is_copied else own_rows
     if is_apart and source is not None:
         rows.watch(source, name)
     return rows
@@ -194,15 +204,15 @@ class SummedRows(NamedTuple):
     copied: int
 
 
-def sum_of_ranks(columns: Sequence[Tensor], routes: RowRoutes) -> SummedRows:
+def sum_of_ranks(rows: RowsInFlight, routes: RowRoutes) -> SummedRows:
     """Add up the rows of ``start_to_tokens`` that are of one row, in rank order: the adjoint of ``start_to_ranks``.
 
     The sum is fp32 (fp64 for fp64), with one rounding at the end.
     """
-    passes, results, copied = row_passes(columns[0]).kernels, [], 0
-    for column in columns:
+    passes, results, copied = row_passes(rows.columns[0]).kernels, [], 0
+    for column, behind in zip_longest(rows.columns, rows.behind):
         results.append(column.new_empty(routes.index.shape[0], column.shape[1]))
-        copied += passes.sum_rows(column, routes.index, None, results[-1])
+        copied += passes.sum_rows(column, routes.index, None, results[-1], behind)
     return SummedRows(results, copied)
 
 

@@ -50,8 +50,18 @@ class SumRows(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         lists, y, weights = _load_lists(ctx)
+        if y is not None and not torch.is_grad_enabled():
+            return None, None, *_scale_and_dot(lists, ctx.name, *grads, y, weights)
         grad_weights = None if y is None else called(DotRows, lists, ctx.name, *grads, y)
         return None, None, called(ScaleRows, lists, ctx.name, *grads, weights), grad_weights
+
+
+def _scale_and_dot(lists: PairLists, name: str, x: Tensor, y: Tensor, weights: Tensor) -> list[Tensor]:
+    """Return the results of ``ScaleRows`` and ``DotRows``; each row of ``x`` is read once for both."""
+    started, (path, passes), x, y = record.now(), row_passes(x), dense_rows(x), dense_rows(y)
+    scaled, dots = y.new_empty(y.shape), y.new_zeros(lists.index.shape, dtype=wide_of(y.dtype))
+    record.add(name, path, passes.scale_dot_rows(x, y, lists.pairs, dense(weights), scaled, dots), 0, started)
+    return [scaled, dots]
 
 
 @direct

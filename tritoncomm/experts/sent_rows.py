@@ -86,9 +86,9 @@ class _Move(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        differentiable = min(len(grads), 2)  # ids have no gradient
-        sums = called(_Move, _loaded(ctx).reversed(), None, *grads[:differentiable])
-        return None, None, *sums, *[None] * (len(grads) - differentiable)
+        gradients = grads[:2]  # ids have no gradient
+        sums = called(_Move, _loaded(ctx).reversed(), None, *gradients)
+        return None, None, *sums, *[None] * (len(grads) - len(gradients))
 
 
 @direct
@@ -130,7 +130,7 @@ class _Wait(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         ctx.started.gradients = StartedRows()
-        gradients = grads[: min(len(grads), 2)]  # ids have no gradient
+        gradients = grads[:2]  # ids have no gradient
         return None, None, called(_Start, ctx.started.gradients, _loaded(ctx).reversed(), None, *gradients)
 
 
@@ -180,7 +180,7 @@ class _Results(NamedTuple):
 def _results(call: RowsCall, rows: RowsInFlight) -> _Results:
     """Return the results of a call once its rows have arrived."""
     if call.is_return:
-        sums, copied = sum_of_ranks(rows.columns, call.routes)
+        sums, copied = sum_of_ranks(rows, call.routes)
         return _Results(tuple(sums), copied)
     if len(rows.columns) != 2 or rows.columns[1].dtype is not torch.uint8:
         return _Results(tuple(rows.columns), 0)

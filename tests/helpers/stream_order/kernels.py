@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,10 @@ def accesses_of(call: Launch, first: Tensor, second: Tensor, more: tuple[int, ..
     if name == "_rows_kernel":
         return Accesses([second, more[0]], [first]) if constants["SCATTER"] else Accesses([first, more[0]], [second])
     if name in ("_sum_rows_kernel", "_scale_rows_kernel"):
-        return Accesses([first, *more[:2]], [second])
+        beside = [_address(first, more[10], constants)] if constants.get("HAS_BEHIND") else []
+        return Accesses([first, *more[:2], *beside], [second])
+    if name == "_scale_dot_rows_kernel":
+        return Accesses([first, second, more[0], more[2]], [more[1], _address(second, more[8], constants)])
     if name == "_dot_rows_kernel":
         return Accesses([first, second, more[0]], [more[1]])
     if name == "_count_ids_kernel":
@@ -59,3 +63,8 @@ def accesses_of(call: Launch, first: Tensor, second: Tensor, more: tuple[int, ..
     if constants["SCATTER"]:
         return Accesses([first, *addresses] if constants["ACCUMULATE"] else [first], addresses, tables)
     return Accesses(addresses, [first], tables)
+
+
+def _address(x: Tensor, units: int, constants: dict[str, Any]) -> int:
+    """The address so many units behind the start of a tensor."""
+    return x.data_ptr() + units * constants["VEC"] * x.itemsize
