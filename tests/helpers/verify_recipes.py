@@ -24,7 +24,7 @@ from tritoncomm.verify import running
 __all__ = ["FAULTS", "OF_TORCH", "RECIPES", "Fault", "run_in_job", "run_recipe", "summing_gather", "written"]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-OF_TORCH = ("ddp", "fsdp2", "parallelize_module", "pipelining", "tensor_parallel")
+OF_TORCH = ("ddp", "fsdp2", "parallelize_module", "pipelining", "shared_expert", "tensor_parallel")
 RECIPES = (*OF_TORCH, "unchanged", "transformers", "hybrid", "log_probs", "experts", "accelerate", "deepspeed")
 
 
@@ -60,6 +60,8 @@ FAULTS = (
     Fault("pipelining", "y.square().mean())", "y.square().mean(), scale_grads=False)", "3.1", "is 4 times"),
     Fault("pipelining", "[x] if rank", "[x * 1.1] if rank", "", "input of 0"),
     Fault("pipelining", "    own = nn", f"    layers[-1][1].{_SCALED}\n    own = nn", "3.1", "1.01 times"),
+    Fault("shared_expert", "dist.all_reduce(parameter.grad, group=group)", "pass", "shared", "was never summed"),
+    Fault("shared_expert", "combining.wait())", "combining.wait() * (1.01 if world > 1 else 1))", "shared", ""),
     Fault("tensor_parallel", "x).relu()), self", "x).relu()) / self.group.size(), self", "", "of the addends"),
     Fault("tensor_parallel", "    x = torch", f"    model.up.{_SCALED}\n    x = torch", "up", "1.01 times"),
     Fault(

@@ -51,7 +51,8 @@ class SumRows(Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         lists, y, weights = _load_lists(ctx)
         if y is not None and not torch.is_grad_enabled():
-            return None, None, *_scale_and_dot(lists, ctx.name, *grads, y, weights)
+            (grad,) = grads
+            return None, None, *_scale_and_dot(lists, ctx.name, grad, y, weights)
         grad_weights = None if y is None else called(DotRows, lists, ctx.name, *grads, y)
         return None, None, called(ScaleRows, lists, ctx.name, *grads, weights), grad_weights
 
