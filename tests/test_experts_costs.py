@@ -1,5 +1,6 @@
 """What a layer of experts starts: operators, launches of kernels, messages and waits of the host, by their number."""
 
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -60,7 +61,7 @@ class Layer:
 
     @contextmanager
     def counting(self, path: str) -> Iterator[None]:
-        start, exchange, tolist = backend.all_to_all, routing.exchange_counts, Tensor.tolist
+        start, exchange, cpu = backend.all_to_all, routing.exchange_counts, Tensor.cpu
 
         def launch(*_: Any, **__: Any) -> None:
             self.launches += 1
@@ -76,14 +77,14 @@ class Layer:
 
         def read(x: Tensor) -> Any:
             self.waits += 1
-            return tolist(x)
+            return cpu(x)
 
         with (
             tritoncomm.path(path),
             mock.patch.object(Launch, "__call__", launch),
             mock.patch.object(backend, "all_to_all", started),
             mock.patch.object(routing, "exchange_counts", exchanged),
-            mock.patch.object(Tensor, "tolist", read),
+            mock.patch.object(Tensor, "cpu", read),
         ):
             yield
 
@@ -149,3 +150,20 @@ def test_launches_do_not_grow_with_experts_or_tokens(world: int) -> None:
             passes = Layer(world, 8, group, tokens, local).costs("triton")
         costs.append([(len(each.operators), each.launches, each.messages) for each in passes])
     assert costs[0] == costs[1] == costs[2]
+
+
+def test_python_memory_of_a_dispatch_over_4096_ranks() -> None:
+    """Three sequences of a number for each rank: rows to them, rows from them, and one on the way there."""
+    peaks = []
+    for world in (8, 4096):
+        with no_op_group(world) as group:
+            layer = Layer(world, 8, group)
+            x, weights = torch.ones(TOKENS, HIDDEN), torch.ones(layer.ids.shape)
+            with layer.counting("torch"):
+                for _ in range(3):
+                    dispatch(x, layer.ids, weights, layer.number, group)
+                tracemalloc.start()
+                dispatch(x, layer.ids, weights, layer.number, group)
+                peaks.append(tracemalloc.get_traced_memory()[1])
+                tracemalloc.stop()
+    assert peaks[1] - peaks[0] < 3.5 * 8 * 4096, peaks

@@ -7,11 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from bits import bits
 from experts_twin import Routing, apply, apply_apart, draw_of
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import tritoncomm
 from tritoncomm import ArgumentError, MismatchError, p2p, record
@@ -271,7 +274,7 @@ def test_a_route_is_used_twice(group: ProcessGroup) -> None:
 @pytest.mark.parametrize("routed", [False, True])
 def test_waits_and_messages_of_a_checkpointed_layer(group: ProcessGroup, routed: bool) -> None:
     drawn = draw_of(routing_of(2), group.rank())
-    x, calls, waits, tolist = drawn.x.clone().requires_grad_(), [], [], Tensor.tolist
+    x, calls, waits, cpu = drawn.x.clone().requires_grad_(), [], [], Tensor.cpu
     start = backend.all_to_all
 
     def counted(out: Tensor, sent: Tensor, *arguments: Any) -> Any:
@@ -284,13 +287,74 @@ def test_waits_and_messages_of_a_checkpointed_layer(group: ProcessGroup, routed:
 
     def read(x: Tensor) -> Any:
         waits.append(1)
-        return tolist(x)
+        return cpu(x)
 
-    with mock.patch.object(backend, "all_to_all", counted), mock.patch.object(Tensor, "tolist", read):
+    with mock.patch.object(backend, "all_to_all", counted), mock.patch.object(Tensor, "cpu", read):
         made = route(drawn.ids, 4, group) if routed else None
         torch.utils.checkpoint.checkpoint(layer, x, made, use_reentrant=False).sum().backward()
     assert len(waits) == (1 if routed else 2)
     assert len(calls) == (7 if routed else 8)
+
+
+class Block(nn.Module):
+    """A router and a shared expert, which FSDP2 shards, and this rank's experts, which it leaves alone."""
+
+    def __init__(self, rank: int, world: int, group: ProcessGroup | None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.group, self.router, self.shared = group, nn.Linear(16, 8), nn.Linear(16, 16)
+        self.experts = nn.Parameter((torch.randn(8, 16, 16) / 4).chunk(world)[rank].clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(3)
+        if self.group is None:  # one process, token by token
+            results = (x[:, None, None] @ self.experts[ids])[:, :, 0]
+            return x + self.shared(x).tanh() + (results * weights[:, :, None]).sum(1)
+        started = dispatch(x, ids, weights, 8, self.group, async_op=True)
+        shared = self.shared(x)
+        dispatched = started.wait()
+        rows, counts = dispatched.by_expert()
+        results = (rows[:, None] @ self.experts.repeat_interleave(counts, 0))[:, 0]
+        back = combine(dispatched.summed(results), dispatched, async_op=True)
+        return x + shared.tanh() + back.wait()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("checkpointed", [None, True, False], ids=["plain", "reentrant", "not reentrant"])
+def test_blocks_under_fsdp2(group: ProcessGroup, checkpointed: bool | None) -> None:
+    """Loss and gradients of one process; the exchanges and FSDP2's are of one group, in one order on all ranks."""
+    rank, world = group.rank(), group.size()
+    x = torch.randn(8 * world, 16, generator=torch.Generator().manual_seed(1))
+
+    def step(blocks: list[nn.Module], x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        for block in blocks:
+            run = torch.utils.checkpoint.checkpoint
+            x = block(x) if checkpointed is None else run(block, x, use_reentrant=checkpointed)
+        loss = x.square().mean()
+        loss.backward()
+        return loss.detach()
+
+    single = [Block(0, 1, None) for _ in range(2)]
+    wanted = step([*single], x)
+    blocks = [Block(rank, world, group) for _ in range(2)]
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for block in blocks:
+        fully_shard(block, mesh=mesh, ignored_params={block.experts})
+    loss = step([*blocks], x.chunk(world)[rank])
+    dist.all_reduce(loss, group=group)
+    torch.testing.assert_close(loss / world, wanted)
+    for block, whole in zip(blocks, single, strict=True):
+        for name, parameter in block.named_parameters():
+            grad, expected = parameter.grad, whole.get_parameter(name).grad
+            assert grad is not None
+            assert expected is not None
+            if name == "experts":  # of the ranks' losses, which are means of their own tokens
+                grad, expected = grad / world, expected.chunk(world)[rank]
+            else:
+                assert isinstance(grad, DTensor)
+                grad = grad.full_tensor()
+            torch.testing.assert_close(grad, expected, msg=name)
 
 
 class GatedExpert(nn.Module):

@@ -222,6 +222,7 @@ WAYS: dict[str, Any] = {
     "eager": apply,
     "autocast": apply,
     "apart": apply_apart,
+    "apart under autocast": apply_apart,
     "route": apply_routed,
     "compiled": _compiled(apply),
     "compiled apart": _compiled(apply_apart),
@@ -251,7 +252,7 @@ def run_routing(group: ProcessGroup, routing: Routing) -> str:
     mine = drawn.scales[rank * routing.experts : (rank + 1) * routing.experts].clone().requires_grad_()
     layer = WAYS[routing.how]
     with tritoncomm.path(routing.path), record.recording() as counted:
-        if routing.how == "autocast":
+        if "autocast" in routing.how:
             with torch.autocast("cpu", torch.float16 if x.dtype is torch.float16 else torch.bfloat16):
                 out = layer(x, ids, weights, mine, routing, group)
         else:

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm.core.autograd import outside_graphs
 from tritoncomm.core.call import enter
 from tritoncomm.core.memory import fills_storage, version_of
-from tritoncomm.core.plan import located
+from tritoncomm.core.plan import Ints, located
 from tritoncomm.core.validation import check_inputs, check_tensor
 from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.experts.listed_rows import PairLists, PairWeights, ScaleRows, SumRows, wide_of
@@ -92,17 +92,19 @@ class Dispatched:
 
     Over one rank nothing is sent or copied. These are the tensors of the call then, which must not change in place
     before they are read here; where they did, the methods raise.
-
-    Attributes:
-        counts: number of rows from each rank.
     """
 
     def __init__(self, routing: Routing, rows: Tensor, weights: Tensor, ids: Tensor) -> None:
         is_callers = routing.routes is None
-        self.counts, self._routing, self._rows = routing.counts, routing, _Kept("rows", rows, is_callers)
+        self._routing, self._rows = routing, _Kept("rows", rows, is_callers)
         self._weights, self._ids = _Kept("weights", weights, is_callers), _Kept("ids", ids, is_callers)
         self._lists: dict[int, PairLists] = {}  # by alignment, the last one behind
         self._is_summed = False
+
+    @property
+    def counts(self) -> Ints:
+        """Number of rows from each rank."""
+        return self._routing.counts
 
     @property
     def rows(self) -> Tensor:
@@ -369,8 +371,8 @@ def combine(y: Tensor, dispatched: Dispatched, async_op: bool = False) -> Any:
     check_tensor(y, "y", name)
     check_inputs([y], name)
     _check_dtype(y, name)
-    if y.dim() != 2 or y.shape[0] != sum(routing.counts):
-        raise ShapeError(f"{name}: expected [{sum(routing.counts)}, any], a row for each that was dispatched, not "
+    if y.dim() != 2 or y.shape[0] != routing.rows:
+        raise ShapeError(f"{name}: expected [{routing.rows}, any], a row for each that was dispatched, not "
                          f"{list(y.shape)}")  # fmt: skip
     if routing.routes is None:
         return RowsHandle(lambda: y) if async_op else y

@@ -23,17 +23,25 @@ class Routing(NamedTuple):
 
     Attributes:
         routes: None over one rank, where nothing moves.
-        counts: rows of ``Dispatched`` from each rank.
+        rows: number of rows of ``Dispatched``.
         pairs: number of (row, expert) pairs of this rank.
         first, experts: first expert of this rank, and their number.
     """
 
     routes: RowRoutes | None
     group: ProcessGroup
-    counts: Ints
+    rows: int
     pairs: int
     first: int
     experts: int
+
+    @property
+    def counts(self) -> Ints:
+        """Rows of ``Dispatched`` from each rank."""
+        if self.routes is None:
+            return (self.rows,)
+        rank, recv = self.group.rank(), self.routes.recv_counts
+        return *recv[:rank], self.routes.local, *recv[rank + 1 :]
 
 
 class ExpertLists(NamedTuple):
@@ -58,17 +66,18 @@ def find_routes(experts: Tensor, num_experts: int, group: ProcessGroup, name: st
     if world == 1:
         wrong = experts.clamp(0, num_experts - 1).ne(experts).sum()
         _raise_if_wrong([int(wrong)], num_experts, group, name)
-        return Routing(None, group, (tokens,), tokens * k, 0, num_experts)
+        return Routing(None, group, tokens, tokens * k, 0, num_experts)
     counts = experts.new_empty((2, world, 4), dtype=torch.int64)  # of what goes to each rank, and of what comes
     tokens_of_rows, index = _sorts_of(experts).sort_by_owner(dense_rows(experts), local, rank, counts[0])
     exchange_counts(counts, group, name)
-    sent, received = counts.tolist()  # the host waits
-    _raise_if_wrong([first + second for *_, first, second in received], num_experts, group, name)
-    send, recv = ([line[0] for line in lines] for lines in (sent, received))
-    arriving, kept = tuple(recv), send[rank]
-    send[rank] = recv[rank] = 0
-    routes = RowRoutes(tuple(send), tuple(recv), kept, tokens_of_rows[: sum(send) + kept], index)
-    return Routing(routes, group, arriving, sum([line[0] + line[1] for line in received]), rank * local, local)
+    numbers = counts.cpu().numpy()  # the host waits
+    if (wrong := numbers[1, :, 2:]).any():
+        _raise_if_wrong(wrong.sum(1).tolist(), num_experts, group, name)
+    kept, pairs = int(numbers[0, rank, 0]), int(numbers[1, :, :2].sum())
+    numbers[:, rank, 0] = 0
+    send, recv = (tuple(line.tolist()) for line in numbers[:, :, 0])
+    routes = RowRoutes(send, recv, kept, tokens_of_rows[: sum(send) + kept], index)
+    return Routing(routes, group, sum(recv) + kept, pairs, rank * local, local)
 
 
 def sort_pairs(ids: Tensor, routing: Routing, alignment: int) -> ExpertLists:
