@@ -28,7 +28,8 @@ from tritoncomm.demo import Settings, run
 SKIPPED, RECORDED = 4, 2  # steps
 OURS = (
     "_copy_kernel", "_copy_split_kernel", "_copy_table_kernel", "_reduce_kernel", "_segments_kernel", "_rows_kernel",
-    "_sum_rows_kernel", "_scale_rows_kernel", "_dot_rows_kernel",
+    "_sum_rows_kernel", "_scale_rows_kernel", "_dot_rows_kernel", "_scale_dot_rows_kernel",
+    "_count_ids_kernel", "_scan_ids_kernel", "_place_ids_kernel",
     "_statistics_kernel", "_gradient_kernel", "_wire_order_kernel",
 )  # fmt: skip
 SIZES = {"hidden": 1024, "heads": 16, "sequence": 2048, "batch": 2, "layers": 2, "dtype": "bfloat16"}

@@ -197,23 +197,16 @@ def _copy(tensors: Sequence[Tensor], columns: Sequence[Tensor]) -> int:
     return 2 * sum([x.nbytes for x in tensors])
 
 
-class SummedRows(NamedTuple):
-    """Sums of ``sum_of_ranks``, and the bytes that they copied."""
-
-    tensors: list[Tensor]
-    copied: int
-
-
-def sum_of_ranks(rows: RowsInFlight, routes: RowRoutes) -> SummedRows:
+def sum_of_ranks(rows: RowsInFlight, routes: RowRoutes) -> list[Tensor]:
     """Add up the rows of ``start_to_tokens`` that are of one row, in rank order: the adjoint of ``start_to_ranks``.
 
     The sum is fp32 (fp64 for fp64), with one rounding at the end.
     """
-    passes, results, copied = row_passes(rows.columns[0]).kernels, [], 0
+    passes, results = row_passes(rows.columns[0]).kernels, []
     for column, behind in zip_longest(rows.columns, rows.behind):
         results.append(column.new_empty(routes.index.shape[0], column.shape[1]))
-        copied += passes.sum_rows(column, routes.index, None, results[-1], behind)
-    return SummedRows(results, copied)
+        rows.copied += passes.sum_rows(column, routes.index, None, results[-1], behind)
+    return results
 
 
 def _start(wire: Tensor, received: Tensor, send: Ints, recv: Ints, group: ProcessGroup, name: str) -> Work:

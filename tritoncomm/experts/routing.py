@@ -71,13 +71,14 @@ def find_routes(experts: Tensor, num_experts: int, group: ProcessGroup, name: st
     tokens_of_rows, index = _sorts_of(experts).sort_by_owner(dense_rows(experts), local, rank, counts[0])
     exchange_counts(counts, group, name)
     numbers = counts.cpu().numpy()  # the host waits
-    if (wrong := numbers[1, :, 2:]).any():
-        _raise_if_wrong(wrong.sum(1).tolist(), num_experts, group, name)
-    kept, pairs = int(numbers[0, rank, 0]), int(numbers[1, :, :2].sum())
+    rows, beside, *wrong = numbers[1].sum(0).tolist()
+    if any(wrong):
+        _raise_if_wrong(numbers[1, :, 2:].sum(1).tolist(), num_experts, group, name)
+    kept = int(numbers[0, rank, 0])
     numbers[:, rank, 0] = 0
     send, recv = (tuple(line.tolist()) for line in numbers[:, :, 0])
     routes = RowRoutes(send, recv, kept, tokens_of_rows[: sum(send) + kept], index)
-    return Routing(routes, group, sum(recv) + kept, pairs, rank * local, local)
+    return Routing(routes, group, rows, rows + beside, rank * local, local)
 
 
 def sort_pairs(ids: Tensor, routing: Routing, alignment: int) -> ExpertLists:

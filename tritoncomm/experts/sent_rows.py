@@ -78,10 +78,11 @@ class _Move(Function):
     @staticmethod
     def forward(ctx: Any, call: RowsCall, span: Span | None, *tensors: Tensor) -> Any:
         _save(ctx, call, len(tensors))
-        rows, span = _sent(call, span, tensors)
+        span = span or _entered(call, tensors)
+        rows = _started(call, tensors)
         rows.wait()
-        results, copied = _results(call, rows)
-        span.end(rows.path, rows.copied + copied, rows.nbytes)
+        results = _results(call, rows)
+        span.end(rows.path, rows.copied, rows.nbytes)
         return results
 
     @staticmethod
@@ -99,9 +100,9 @@ class _Start(Function):
     def forward(ctx: Any, started: StartedRows, call: RowsCall, span: Span | None, *tensors: Tensor) -> Any:
         _save(ctx, call, len(tensors))
         ctx.started = started
-        rows, span = _sent(call, span, tensors)
+        span = span or _entered(call, tensors)
+        started.rows = rows = _started(call, tensors)
         span.end(rows.path, rows.copied, rows.nbytes)
-        started.rows = rows
         return tensors[0].new_empty(0, dtype=torch.float32)
 
     @staticmethod
@@ -119,10 +120,10 @@ class _Wait(Function):
         rows = started.rows
         assert rows is not None
         rows.wait()
-        results, copied = _results(call, rows)
+        copied, results = rows.copied, _results(call, rows)
         started.rows = None
-        if copied:
-            record.add(call.names[0], rows.path, copied, 0, calls=0)
+        if rows.copied != copied:  # what the start has not counted
+            record.add(call.names[0], rows.path, rows.copied - copied, 0, calls=0)
         _save(ctx, call, len(results))
         ctx.started = started
         return results
@@ -146,47 +147,32 @@ def _loaded(ctx: Any) -> RowsCall:
     return RowsCall(is_return, RowRoutes(*counts, *ctx.saved_tensors), ctx.group, names, is_apart)
 
 
-class _Sent(NamedTuple):
-    """Rows in flight, and the span of their call."""
-
-    rows: RowsInFlight
-    span: Span
-
-
-def _sent(call: RowsCall, span: Span | None, tensors: Sequence[Tensor]) -> _Sent:
-    """Start the all-to-all of a call; ``span`` is None if nobody has entered it."""
-    name, routes = call.names[0], call.routes
+def _entered(call: RowsCall, tensors: Sequence[Tensor]) -> Span:
+    """Enter a call, and return its span."""
+    routes, kind, arguments = call.routes, "to_ranks", (None,)
     if call.is_return:
-        sizes = routes.send_counts, routes.recv_counts  # each row comes back from where it was sent
-        span = span or enter(name, "to_tokens", call.group, tensors, sizes) or Span(name)
-        rows = start_to_tokens([dense_rows(x) for x in tensors], routes, call.group, name, call.is_apart)
-        return _Sent(rows, span)
-    span = span or enter(name, "to_ranks", call.group, tensors, (None,)) or Span(name)
+        kind, arguments = "to_tokens", (routes.send_counts, routes.recv_counts)  # rows come back from where they went
+    return enter(call.names[0], kind, call.group, tensors, arguments) or Span(call.names[0])
+
+
+def _started(call: RowsCall, tensors: Sequence[Tensor]) -> RowsInFlight:
+    """Start the all-to-all of a call."""
+    start = start_to_tokens if call.is_return else start_to_ranks
     if len(tensors) == 3:
         # Weights and ids are so short that one gather of both takes half of the time of two.
         x, weights, ids = tensors
         tensors = x, torch.cat([reinterpreted(weights, torch.uint8), reinterpreted(ids, torch.uint8)], 1)
-    rows = start_to_ranks([dense_rows(x) for x in tensors], routes, call.group, name, call.is_apart)
-    return _Sent(rows, span)
+    return start([dense_rows(x) for x in tensors], call.routes, call.group, call.names[0], call.is_apart)
 
 
-class _Results(NamedTuple):
-    """Results of a call, and the bytes that a pass after its wait copied."""
-
-    tensors: tuple[Tensor, ...]
-    copied: int
-
-
-def _results(call: RowsCall, rows: RowsInFlight) -> _Results:
+def _results(call: RowsCall, rows: RowsInFlight) -> tuple[Tensor, ...]:
     """Return the results of a call once its rows have arrived."""
     if call.is_return:
-        sums, copied = sum_of_ranks(rows, call.routes)
-        return _Results(tuple(sums), copied)
+        return tuple(sum_of_ranks(rows, call.routes))
     if len(rows.columns) != 2 or rows.columns[1].dtype is not torch.uint8:
-        return _Results(tuple(rows.columns), 0)
+        return tuple(rows.columns)
     x, tail = rows.columns
     wide = wide_of(x.dtype)
     size = tail.shape[1] // (wide.itemsize + 4) * wide.itemsize  # ids are int32
     # Ids live as long as the rows. A backward may keep weights, and a view of them would keep the whole buffer.
-    ids = tail[:, size:].view(torch.int32)
-    return _Results((x, reinterpreted(tail[:, :size], wide), ids), 0)
+    return x, reinterpreted(tail[:, :size], wide), tail[:, size:].view(torch.int32)
