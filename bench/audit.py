@@ -349,12 +349,14 @@ def measure_segments(target: str = "sm_90") -> list[Code]:
 
 ROWS = {
     "gather rows": ("row_copy", "gather_rows", None),
-    "sum of 8 rows": ("row_sums", "sum_rows", False),
-    "sum of 8 rows times weights": ("row_sums", "sum_rows", True),
-    "rows times weights": ("row_sums", "scale_rows", True),
-    "dot products of rows": ("row_sums", "dot_rows", False),
+    "sum of 8 rows": ("row_sums", "sum_rows", (False, False)),
+    "sum of 8 rows of two tensors": ("row_sums", "sum_rows", (False, True)),
+    "sum of 8 rows times weights": ("row_sums", "sum_rows", (True, False)),
+    "rows times weights": ("row_sums", "scale_rows", (True, False)),
+    "dot products of rows": ("row_sums", "dot_rows", (False, False)),
+    "both of these": ("row_sums", "scale_dot_rows", (True, True)),
 }
-"""Kernels over rows by indices: module, function, and whether they have weights."""
+"""Kernels over rows by indices: module, function, and whether they have weights and a second tensor of rows."""
 
 
 def measure_rows(target: str = "sm_90") -> dict[str, tuple[Code, int]]:
@@ -363,12 +365,12 @@ def measure_rows(target: str = "sm_90") -> dict[str, tuple[Code, int]]:
     tokens, slots, row = 4096, 8, 7168
     types = (torch.bfloat16, torch.bfloat16, torch.float32, torch.int64)
     with _planning_for(target):
-        for module, kernel, has_weights in ROWS.values():
+        for module, kernel, has in ROWS.values():
             count = tokens if kernel == "sum_rows" else tokens * slots
             if module == "row_copy":
                 plan = modules[module]._plan(kernel, -1, 16, 2 * row, count, torch.int64)
             else:
-                plan = modules[module]._plan(kernel, -1, types, (slots, row, 8), count, has_weights)
+                plan = modules[module]._plan(kernel, -1, types, (slots, row, 8), count, has)
             grids.append(plan.grid(kernel, count, row))
             build, params = _build(plan.launch), plan.launch.kernel.params
             wide = {param.name: "i64" for param in params if param.annotation_type == "i64"}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import tritoncomm_kernels as kernels
 from torch import Tensor
 
 __all__ = ["OF_LISTS", "PEERS", "Lists", "compiled", "exp_scatter", "logsumexp_gather"]
@@ -107,6 +108,14 @@ def _deterministic_index_add(of: Lists) -> Tensor:
         torch.use_deterministic_algorithms(was)
 
 
+def _scaled_and_dotted(of: Lists) -> Tensor:
+    """Our two kernels, one after the other."""
+    scaled = torch.empty_like(of.y)
+    kernels.scale_rows(of.x, of.pair, of.weights, scaled)
+    kernels.dot_rows(of.x, of.y, of.pair, torch.zeros_like(of.weights))
+    return scaled
+
+
 # By operation and name: of rows to the result.
 OF_LISTS: dict[str, dict[str, Callable[[Lists], Tensor]]] = {
     "sum rows": {
@@ -118,6 +127,7 @@ OF_LISTS: dict[str, dict[str, Callable[[Lists], Tensor]]] = {
     "scale rows": {
         "index + mul": lambda of: of.x[of.tokens] * of.weights.view(-1)[of.pair, None].to(of.x.dtype),
     },
+    "scale and dot": {"scale rows, dot rows": _scaled_and_dotted},
     "dot rows": {
         "index + mul + sum": lambda of: torch.empty_like(of.weights).put_(
             of.pair, (of.x[of.tokens] * of.y).sum(1, dtype=torch.float32)

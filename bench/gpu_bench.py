@@ -12,9 +12,10 @@ is our kernel for a single tensor, one after the other, "foreach" is ``_foreach_
 the columns of each into a tensor of its own, as a resharding does with what stays on the rank. "gather rows" and
 "scatter rows" copy rows by an index, a permutation, as before and after a dispatch of tokens. "sum rows" adds up the
 ``world`` rows of every token times weights, as behind experts at the shapes of DeepSeek-V3 and Qwen3-30B; "scale rows"
-and "dot rows" are its gradients. "index_add" is torch's deterministic one; "bmm" and "view + sum" gather first.
-"padded" unpacks shards of
-which every second one is an element shorter, each padded to the longest, as behind a gather of almost equal parts.
+and "dot rows" are its gradients, "scale and dot" both at once. "index_add" is torch's deterministic one; "bmm" and
+"view + sum" gather first. "sort owners" and "sort buckets" find the places of 8 ids of every token, by rank and by
+expert; "torch" is torch's path. "padded" unpacks shards of which every second one is an element shorter, each padded to
+the longest, as behind a gather of almost equal parts.
 "split + cat" is what Megatron-LM does, and DTensor where it gathers or reduce-scatters; "movedim" is DTensor's
 exchange, "compiled" the same by torch.compile (in some sweeps; compiling is not timed); "chunk + contiguous" is
 ColossalAI's way to pack. Rows that begin with "host" are the host's time to enqueue one small call, by the host's
@@ -58,7 +59,8 @@ READING = {"reduce", "statistics", "sum rows", "dot rows"}  # the roof is a kern
 MIXED, SMALLEST, LARGEST = {"mixed-in", "mixed-out", "mixed-copy"}, 4096, 8 * MIB
 ENTROPY = {"statistics", "gradient"}
 ROWS = {"gather rows", "scatter rows"}
-LISTS = {"sum rows", "scale rows", "dot rows"}
+LISTS = {"sum rows", "scale rows", "dot rows", "scale and dot"}
+SORTS = {"sort owners", "sort buckets"}
 COMPILED = {"run", "dtype", "cast"}  # the sweeps in which torch.compile is a peer; a compilation takes seconds
 
 
@@ -137,7 +139,9 @@ def cases() -> Iterator[Case]:
     for op in ("gather rows", "scatter rows"):
         for run in (256, 4096, 14336):
             yield Case(op, "rows", 256 * MIB // run * run, run, 1)
-    for op in ("sum rows", "scale rows", "dot rows"):  # 4096 tokens of 8 experts
+    for op, world in (("sort owners", 8), ("sort buckets", 8), ("sort buckets", 1)):  # 8 of 256 experts
+        yield Case(op, "ids", 4096 * 8 * 8, 64, world, torch.int64)
+    for op in ("sum rows", "scale rows", "dot rows", "scale and dot"):  # 4096 tokens of 8 experts
         for hidden in (7168, 2048):
             yield Case(op, "experts", 4096 * 8 * 2 * hidden, 2 * hidden, 8)
     yield Case("pack", "cast", 64 * MIB, 1024, 8, torch.float32, torch.bfloat16)
@@ -207,6 +211,8 @@ def prepare(case: Case, device: Device) -> Prepared:
         return prepare_mixed(case, device.device)
     if case.op in ROWS:
         return prepare_rows(case, device.device)
+    if case.op in SORTS:
+        return prepare_sorts(case, device.device)
     if case.op in LISTS:
         return prepare_lists(case, device.device)
     if case.op == "padded":
@@ -384,6 +390,9 @@ def prepare_lists(case: Case, device: torch.device) -> Prepared:
     if case.op == "sum rows":
         found: Tensor = torch.empty_like(x)
         calls: dict[str, Call] = {"ours": lambda: kernels.sum_rows(y, lists.index, weights, found)}
+    elif case.op == "scale and dot":
+        found, dots = torch.empty_like(y), torch.zeros_like(weights)
+        calls = {"ours": lambda: kernels.scale_dot_rows(x, y, pair, weights, found, dots)}
     elif case.op == "scale rows":
         found = torch.empty_like(y)
         calls = {"ours": lambda: kernels.scale_rows(x, pair, weights, found)}
@@ -397,6 +406,26 @@ def prepare_lists(case: Case, device: torch.device) -> Prepared:
     peers: dict[str, Call] = {name: partial(peer, lists) for name, peer in OF_LISTS[case.op].items()}
     prepared.add(case, peers, lambda got: torch.testing.assert_close(got, found, **bounds))
     return prepared
+
+
+def prepare_sorts(case: Case, device: torch.device) -> Prepared:
+    """Eight ids of every token out of 256, sorted by rank, or by the experts of the first rank."""
+    tokens, k, number = max(case.nbytes // case.run_bytes, 1), 8, 256
+    ids = torch.rand(tokens, number, device=device).topk(k).indices
+    local, counts = number // case.world, ids.new_empty(case.world, 4)
+    pairs = int((ids < local).sum())
+
+    def sort(module: Any) -> Tensor:
+        """Return the sorted tokens, undefined behind those that the counts say, or the pairs."""
+        if case.op == "sort buckets":
+            return module.sort_by_bucket(ids, 0, local, number, pairs).pairs
+        return module.sort_by_owner(ids, local, 0, counts).lines
+
+    results = sort(kernels), sort(torch_path)
+    length = pairs if case.op == "sort buckets" else int(counts[:, 0].sum())
+    agree(results[0][:length].long(), results[1][:length])
+    calls: dict[str, Call] = {"ours": lambda: sort(kernels), "torch": lambda: sort(torch_path)}
+    return Prepared(calls, tokens * k * (2 * ids.itemsize + 8))
 
 
 def ours(op: str, source: Any, target: Any, table: Segments) -> Call:

@@ -46,6 +46,7 @@ def peers_of(case: Case) -> set[str]:
         "mixed-in": {*several, "split + cat"}, "mixed-out": {*several, "chunk + contiguous"},
         "mixed-copy": {"contiguous", "launch each", "foreach"},
         "gather rows": {"index_select", "x[index]"}, "scatter rows": {"index_copy_"}, "padded": {"split + cat"},
+        "sort owners": {"torch"}, "sort buckets": {"torch"},
     }  # fmt: skip
     return named[case.op] | ({"compiled"} if case.op in gpu_bench.ENTROPY else set())
 
