@@ -77,6 +77,8 @@ ORDER = {
     "kernels": (
         f"{ROWS}::test_rows_by_index",
         "tests/kernels/test_row_sums.py::test_lists_of_rows",
+        "tests/kernels/test_id_sort.py::test_sorts_are_pythons",
+        "tests/kernels/test_id_sort.py::test_more_slots_than_a_program_compares",
         f"{ENTROPY}::test_statistics_and_gradient",
         f"{ENTROPY}::test_the_bound_of_both_kernels",
         f"{ENTROPY}::test_edges",

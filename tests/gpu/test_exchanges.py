@@ -19,6 +19,7 @@ import pytest
 import torch
 from bits import bits
 from devices import Device
+from experts_twin import Routing, apply, apply_apart, apply_routed, draw_of, twin
 from fuzz_calls import assert_right
 from mapping_cases import FUNCTIONS, MAPPINGS, by_sizes, value
 from pool import Pool, WorkerError, group_of
@@ -90,6 +91,26 @@ def run_sums(group: ProcessGroup, device: Device) -> None:
                     handle.wait()
                 for got in (plain, later):
                     assert torch.equal(bits(got.cpu()), bits(wanted)), (wire, dtype, dim, result)
+
+
+def run_experts(group: ProcessGroup, device: Device) -> None:
+    """A layer of experts, its exchanges alone and beside other work: the bits of the twin, forward and backward."""
+    rank, world = group.rank(), group.size()
+    forms = {"eager": apply, "apart": apply_apart, "route": apply_routed}
+    for (how, form), dtype in product(forms.items(), FLOATS[:2]):
+        for k, alignment in ((2, 1), (6, 8)):
+            tokens = (5, 0, 7, 3)[:world]
+            name = str(dtype).removeprefix("torch.")
+            routing = Routing(tokens, 24, k, 3, "even", name, "float32", alignment, "triton", how, k)
+            drawn = draw_of(routing, rank)
+            x, weights = (each.to(device.at).requires_grad_() for each in (drawn.x, drawn.weights))
+            scales = drawn.scales[rank * 3 : rank * 3 + 3].to(device.at)
+            with ops.path("triton"), device.side_stream():
+                device.busy()
+                out = form(x * 1, drawn.ids.to(device.at), weights * 1, scales, routing, group)
+                grads = torch.autograd.grad(out, (x, weights), drawn.grad.to(device.at))
+            for result, wanted in zip((out.detach(), *grads), twin(routing, rank), strict=True):
+                assert torch.equal(bits(result.cpu()), bits(wanted)), routing
 
 
 def run_handles(group: ProcessGroup, device: Device) -> None:
@@ -337,6 +358,7 @@ BOTH = [
     run_pipeline,
     run_named_in_time,
     run_without_waits,
+    run_experts,
 ]
 FOUR = [run_mappings, run_grid, run_reshardings, run_ulysses, run_checked]
 

@@ -18,7 +18,9 @@ from torch.distributed import ProcessGroup
 from tritoncomm import record
 from tritoncomm.experts import Dispatched, Route, combine, dispatch, route
 
-__all__ = ["KINDS", "WAYS", "Drawn", "Routing", "draw_of", "run_routing", "twin"]
+__all__ = [
+    "KINDS", "WAYS", "Drawn", "Routing", "apply", "apply_apart", "apply_routed", "draw_of", "run_routing", "twin",
+]  # fmt: skip
 
 KINDS = ("even", "even", "skewed", "one expert", "one rank", "equal ids", "grouped", "unused")
 
