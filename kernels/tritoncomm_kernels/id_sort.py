@@ -24,7 +24,7 @@ __all__ = ["sort_by_bucket", "sort_by_owner"]
 # registers.
 _IDS = 64
 _CHUNK = 64  # buckets that a program counts or adds up at a time
-_SCANNED = 16  # buckets of a program that adds up the blocks' counts
+_SCANNED, _ROWS = 16, 64  # buckets of a program that adds up the blocks' counts, and blocks at a time
 
 
 @triton.jit
@@ -303,7 +303,7 @@ def _launches(device: int, dtype: torch.dtype, k: int, slots: int, is_distinct: 
     columns = OWNER_COUNTS if is_distinct else 1
     constants: dict[str, Any] = {
         "K": k, "KP": power_of_two(k), "SLOTS": slots, "IDS": _IDS, "DISTINCT": is_distinct, "COLUMNS": columns,
-        "ROWS": 64, "CHUNK": _CHUNK,
+        "ROWS": _ROWS, "CHUNK": _CHUNK,
     }  # fmt: skip
 
     def launch(kernel: Any, first: torch.dtype, second: torch.dtype, **changes: int) -> Launch:
