@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -31,8 +32,7 @@ def routing_of(world: int, **changes: Any) -> Routing:
     return replace(plain, **changes)
 
 
-@pytest.mark.parametrize("path", ["torch", "triton"])
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize(("world", "path"), [*product((1, 2, 4), ("torch", "triton")), (8, "torch")])
 def test_kinds_of_routings_have_the_bits_of_the_twin(pool: Pool, world: int, path: str) -> None:
     for seed, kind in enumerate(KINDS[1:]):
         routing = routing_of(

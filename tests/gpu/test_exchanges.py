@@ -97,8 +97,8 @@ def run_experts(group: ProcessGroup, device: Device) -> None:
     """A layer of experts, its exchanges alone and beside other work: the bits of the twin, forward and backward."""
     rank, world = group.rank(), group.size()
     forms = {"eager": apply, "apart": apply_apart, "route": apply_routed}
-    for (how, form), dtype in product(forms.items(), FLOATS[:2]):
-        for k, alignment in ((2, 1), (6, 8)):
+    for (how, form), dtype in product(forms.items(), device.pick(FLOATS[:1], FLOATS[:2])):
+        for k, alignment in device.pick([(6, 8)], [(2, 1), (6, 8)]):
             tokens = (5, 0, 7, 3)[:world]
             name = str(dtype).removeprefix("torch.")
             routing = Routing(tokens, 24, k, 3, "even", name, "float32", alignment, "triton", how, k)
