@@ -164,8 +164,8 @@ class Dispatched:
         """The routing weight of each row of the last ``by_expert``, ``[pairs]``, fp32 (fp64 for fp64), 0 for padding.
 
         Forward and backward copy. Multiply the activations before an expert's last product with them, and pass its
-        results to ``summed(weighted=False)``: that is the same function up to rounding, as the product is linear, and
-        the experts' outputs need not be kept for backward.
+        results to ``summed(weighted=False)``: that is the same function up to rounding, as the product is linear.
+        Then no output of an expert is kept for backward, but the multiplication keeps the activations.
 
         Raises:
             ArgumentError: ``by_expert`` was not called.
