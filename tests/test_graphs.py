@@ -15,7 +15,7 @@ import tritoncomm
 from tritoncomm import GroupError
 
 BY_HAND = {  # rows whose results have no graph, as they are not differentiable or the row is not
-    "ulysses.to_sequence", "reshard.reshard_plan", "reshard.exchange_owned", "reshard.OwnedExchange",
+    "ulysses.to_sequence", "experts.route", "reshard.reshard_plan", "reshard.exchange_owned", "reshard.OwnedExchange",
     "debug.check_replicas", "tensor.check_replicas", "tensor.clip_grad_norm_",
 }  # fmt: skip
 LOCAL = {  # whose backward sends nothing

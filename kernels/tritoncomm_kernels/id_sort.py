@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritoncomm_kernels.address import _divide
+from tritoncomm_kernels.address import _divide, _sum
 from tritoncomm_kernels.config import power_of_two
 from tritoncomm_kernels.geometry import MAX_IDS, OWNER_COUNTS, BucketSort, OwnerSort, check_ids
 from tritoncomm_kernels.launch import Launch, check_place, fits
@@ -87,15 +87,15 @@ def _count_ids_kernel(
     if DISTINCT:
         n_j = b * IDS + tl.arange(0, IDS)[None, :]
         key_j = _key_of(ids_ptr, n_j, stride, tokens, first, per, buckets, K, KP)
-        repeats = tl.sum(_repeats(key_i, key_j, n_i, n_j, buckets, KP), 1)[:, None]
+        repeats = tl.reduce(_repeats(key_i, key_j, n_i, n_j, buckets, KP), 1, _sum)[:, None]
     row_ptr = partial_ptr + b.to(tl.int64) * (buckets + 1)
     for start in range(0, buckets + 1, CHUNK):
         c = start + tl.arange(0, CHUNK)
         hits = key_i == c[None, :]
-        firsts = tl.sum((hits & (repeats == 0)).to(tl.int32), 0)
+        firsts = tl.reduce((hits & (repeats == 0)).to(tl.int32), 0, _sum)
         tl.store(row_ptr + c, firsts, mask=c <= buckets)
         if DISTINCT:
-            others = tl.sum((hits & (repeats > 0)).to(tl.int32), 0)
+            others = tl.reduce((hits & (repeats > 0)).to(tl.int32), 0, _sum)
             tl.store(row_ptr + blocks.to(tl.int64) * (buckets + 1) + c, others, mask=c <= buckets)
 
 
@@ -122,17 +122,19 @@ def _scan_ids_kernel(
         mask = (r < blocks)[:, None] & (c < buckets)[None, :]
         offset = r.to(tl.int64)[:, None] * width + c[None, :]
         x = tl.load(partial_ptr + offset, mask=mask, other=0)
-        tl.store(partial_ptr + offset, total[None, :] + tl.cumsum(x, 0) - x, mask=mask)
-        total += tl.sum(x, 0)
+        tl.store(partial_ptr + offset, total[None, :] + tl.associative_scan(x, 0, _sum) - x, mask=mask)
+        total += tl.reduce(x, 0, _sum)
         if DISTINCT:
-            others += tl.sum(tl.load(partial_ptr + blocks * width + offset, mask=mask, other=0), 0)
+            others += tl.reduce(tl.load(partial_ptr + blocks * width + offset, mask=mask, other=0), 0, _sum)
             wrong += tl.load(partial_ptr + r.to(tl.int64) * width + buckets, mask=r < blocks, other=0)
     in_buckets = c < buckets
     if DISTINCT:
         counts_ptr += c * COLUMNS
         tl.store(counts_ptr, total.to(tl.int64), mask=in_buckets)
         tl.store(counts_ptr + 1, others.to(tl.int64), mask=in_buckets)
-        tl.store(counts_ptr + 2, (tl.sum(wrong, 0) + tl.full([CHUNK], 0, tl.int32)).to(tl.int64), mask=in_buckets)
+        tl.store(
+            counts_ptr + 2, (tl.reduce(wrong, 0, _sum) + tl.full([CHUNK], 0, tl.int32)).to(tl.int64), mask=in_buckets
+        )
         tl.store(counts_ptr + 3, tl.full([CHUNK], 0, tl.int64), mask=in_buckets)
     else:
         padded = _divide(total + (alignment - 1), alignment) * alignment
@@ -165,15 +167,15 @@ def _place_ids_kernel(
     key_j = _key_of(ids_ptr, n_j, stride, tokens, first, per, buckets, K, KP)
     is_place_i, is_place_j = key_i < buckets, key_j < buckets
     if DISTINCT:
-        is_place_i = is_place_i & (tl.sum(_repeats(key_i, key_j, n_i, n_j, buckets, KP), 1)[:, None] == 0)
-        is_place_j = is_place_j & (tl.sum(_repeats(key_j, key_i, n_j, n_i, buckets, KP), 0)[None, :] == 0)
-    before = tl.sum(((key_i == key_j) & (n_j < n_i) & is_place_j).to(tl.int32), 1)[:, None]
+        is_place_i = is_place_i & (tl.reduce(_repeats(key_i, key_j, n_i, n_j, buckets, KP), 1, _sum)[:, None] == 0)
+        is_place_j = is_place_j & (tl.reduce(_repeats(key_j, key_i, n_j, n_i, buckets, KP), 0, _sum)[None, :] == 0)
+    before = tl.reduce(((key_i == key_j) & (n_j < n_i) & is_place_j).to(tl.int32), 1, _sum)[:, None]
     counts_ptr = counts_at.to(tl.pointer_type(tl.int64))
     for start in range(0, buckets, CHUNK):
         c = start + tl.arange(0, CHUNK)[None, :]
         size = tl.load(counts_ptr + c * COLUMNS, mask=c < buckets, other=0).to(tl.int32)
         is_before = (c != last) & ((c < key_i) | (key_i == last))
-        before += tl.sum(tl.where(is_before, size, 0), 1)[:, None]
+        before += tl.reduce(tl.where(is_before, size, 0), 1, _sum)[:, None]
     target = before + tl.load(partial_ptr + b.to(tl.int64) * (buckets + 1) + key_i, mask=is_place_i, other=0)
     t = _token_of(n_i, KP)
     slot = n_i - t * KP
@@ -181,9 +183,11 @@ def _place_ids_kernel(
     tl.store(lines_at.to(tl.pointer_type(tl.int32)) + target, t, mask=is_place_i)
     if DISTINCT:
         of_token = _token_of(n_j, KP) == t
-        number = tl.sum((of_token & is_place_j).to(tl.int32), 1)[:, None]
-        smaller = tl.sum((of_token & is_place_j & (key_j < key_i)).to(tl.int32), 1)[:, None]
-        behind = tl.sum((of_token & (key_j <= buckets) & (is_place_j == 0) & (n_j < n_i)).to(tl.int32), 1)[:, None]
+        number = tl.reduce((of_token & is_place_j).to(tl.int32), 1, _sum)[:, None]
+        smaller = tl.reduce((of_token & is_place_j & (key_j < key_i)).to(tl.int32), 1, _sum)[:, None]
+        behind = tl.reduce((of_token & (key_j <= buckets) & (is_place_j == 0) & (n_j < n_i)).to(tl.int32), 1, _sum)[
+            :, None
+        ]
         slot = tl.where(is_place_i, smaller, number + behind)
     else:
         tl.store(pairs_at.to(tl.pointer_type(tl.int32)) + target, t * K + slot, mask=is_place_i)

@@ -370,15 +370,16 @@ def test_rows_by_index(index: str, target: str) -> None:
 def test_sums_of_rows(target: str) -> None:
     """Eight rows of bf16 in full units of 16 bytes, with the loads of all of them in flight where weights are 1."""
     codes = [code for code, _ in audit.measure_rows(target).values()]
-    _, plain, weighted, scaled, dot = codes
-    for code in (plain, weighted, scaled):
+    _, plain, of_two, weighted, scaled, dot, both = codes
+    for code in (plain, of_two, weighted, scaled):
         assert (code.coalesced, code.spills, set(code.stores)) == (True, 0, {16})
         assert code.registers <= 72
-    for code in (plain, weighted):
+    for code in (plain, of_two, weighted):
         assert code.loads.count(16) == 8 * len(code.stores)
         assert code.instructions / code.loads.count(16) <= 120, code.instructions
     assert scaled.loads.count(16) == len(scaled.stores)
-    assert (dot.coalesced, dot.spills) == (True, 0)
+    assert [(each.coalesced, each.spills) for each in (dot, both)] == [(True, 0)] * 2
+    assert 16 in both.stores
     is_ahead = IS_NEW and target.startswith("gfx")
     assert dot.loads.count(16) == (6 if is_ahead else 2)
     assert dot.instructions <= (
