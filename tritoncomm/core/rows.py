@@ -56,7 +56,7 @@ class RowRoutes(NamedTuple):
 
 
 class RowPasses(NamedTuple):
-    """Passes over rows by indices on one path; ``kernels`` has the functions of the four kernels."""
+    """Passes over rows by indices, and sorts of ids, on one path; ``kernels`` is the module that has them."""
 
     path: CopyPath
     kernels: ModuleType

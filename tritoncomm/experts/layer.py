@@ -264,17 +264,8 @@ def route(experts: Tensor, num_experts: int, group: GroupLike | None = None) -> 
 
 @overload
 def dispatch(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    num_experts: int,
-    group: GroupLike | None = None,
-    async_op: Literal[False] = False,
+    x: Tensor, experts: Tensor, weights: Tensor, num_experts: int, group: GroupLike | None = None
 ) -> Dispatched: ...
-@overload
-def dispatch(
-    x: Tensor, experts: Tensor, weights: Tensor, num_experts: int, group: GroupLike | None, async_op: Literal[True]
-) -> RowsHandle[Dispatched]: ...
 @overload
 def dispatch(
     x: Tensor,
@@ -292,6 +283,7 @@ def dispatch(
     weights: Tensor,
     num_experts: int,
     group: GroupLike | None = None,
+    *,
     async_op: bool = False,
 ) -> Any:
     """Send each token's row to the ranks of its experts, once per rank.
