@@ -16,7 +16,7 @@ from tritoncomm.core import eager, wire_sum
 from tritoncomm.core.autograd import direct, outside_graphs, wants_grad, without_graph
 from tritoncomm.core.node_exchange import Levels
 from tritoncomm.core.plan import Ints, normalize_sizes
-from tritoncomm.core.validation import checked_dim, refuse_forward_ad
+from tritoncomm.core.validation import check_kind, checked_dim, refuse_forward_ad
 from tritoncomm.errors import ArgumentError
 from tritoncomm.groups import GroupLike, resolve
 
@@ -29,6 +29,8 @@ def checked(input_: Any, group: GroupLike | None, name: str) -> ProcessGroup:
         refuse_forward_ad(input_, name)
     if not isinstance(input_, Tensor):
         raise ArgumentError(f"{name}: input_ must be a tensor, not {type(input_).__name__}")
+    if input_.requires_grad and input_.layout is not torch.strided:
+        check_kind(input_, name)  # where nothing is sent, autograd would return a view of it
     return resolve(group, name)
 
 
