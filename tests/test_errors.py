@@ -289,6 +289,19 @@ def test_kinds_of_tensors(group: ProcessGroup) -> None:
     still_works(group)
 
 
+@pytest.mark.ranks(1)
+def test_leaves_of_sparse_layouts_over_one_rank(group: ProcessGroup) -> None:
+    """Nothing is sent, so that a leaf may come back as it is; autograd cannot view one of these layouts."""
+    for layout, block in ((torch.sparse_csr, None), (torch.sparse_bsr, (2, 2))):
+        x = _quietly(partial(torch.ones(4, 4).to_sparse, layout=layout, blocksize=block)).requires_grad_()
+        for name, call in CALLS.items():
+            if name.startswith("collective."):  # which have no graph
+                assert torch.equal(call(x, group).to_dense(), torch.ones(4, 4))
+            else:
+                with pytest.raises(ArgumentError, match="to_dense"):
+                    call(x, group)
+
+
 def test_zero_dims_have_no_rows(group: ProcessGroup) -> None:
     x, sizes = torch.ones(()), [1] * group.size()
     for call in (
