@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -218,15 +219,20 @@ def test_nobody_else_takes_the_names_of_the_mixin() -> None:
         assert own & (attributes(kind) - overridden) == set(), kind
 
 
-def test_trainers_of_trl_are_refused_when_they_are_made() -> None:
+def test_trainers_of_trl_are_right_or_refused_when_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """By their own names, subclasses too, with the remedy; a trainer that TRL adds is not known, and refused."""
-    for name, reason in [*TRAINERS.items(), ("NewTrainer", "is not known to be right")]:
+    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(__version__="1.15.0"))
+    right = {name for name, kind in TRAINERS.items() if kind.strategy is not None}
+    assert right == {"SFTTrainer", "DPOTrainer", "KTOTrainer"}
+    for name in (*TRAINERS, "NewTrainer"):
         base = type(name, (), {"__module__": f"trl.trainer.{name.lower()}", "training_step": None})
+        reason = TRAINERS[name].reason if name in TRAINERS else "is not known to be right"
+        words = "'x' is not registered" if name in right else f"Mixed: {name} {reason}: not supported over sequence"
         for kind in (base, type("Own", (base,), {"__module__": "own"})):
             mixed = type("Mixed", (UlyssesTrainerMixin, kind), {})
-            words = f"Mixed: {name} {reason}: not supported over sequence shards" if reason else "'x' is not registered"
             with pytest.raises(tritoncomm.errors.CommError, match=words):
                 mixed(ulysses="x")
+    monkeypatch.undo()
     for kind in trainers():
         name = kind.__name__
         assert not kind.__module__.startswith("trl.") or name in TRAINERS, f"is {name} right over sequence shards?"

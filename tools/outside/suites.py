@@ -172,6 +172,9 @@ SUITES = {
     "transformers' tensor parallelism under `verify`": _own("transformers", "families", modules=("transformers",)),
     "types of mappings by spmd_types": _own("spmd_types", "spmd", ranks=1, modules=("spmd_types",)),
     "TRL's SFTTrainer": _own("trl", "trl", together=False, modules=("trl", "datasets", "peft")),
+    "TRL's DPOTrainer and KTOTrainer": _own(
+        "trl", "trl_preference", ranks=4, together=False, modules=("trl", "datasets", "peft"), limit=900.0, timeout=900
+    ),
 }
 
 

@@ -17,7 +17,7 @@ from tritoncomm.integrations.transformers import losses, model_parts, recurrent_
 from tritoncomm.integrations.transformers.batch_notes import BatchNotes, notes_of
 from tritoncomm.integrations.transformers.registration import check_bidirectional, registered, registration
 
-__all__ = ["Switch", "Untraced", "remove_unused", "switches_of"]
+__all__ = ["Followers", "Switch", "Untraced", "remove_unused", "switches_of"]
 
 _OUTDATED = {"tritoncomm_registered", "tritoncomm_rotary"}  # attributes
 
@@ -68,6 +68,10 @@ class Switch:
         if self.functions is not None:
             self.functions.release()
         self._changes.undo()
+
+    def take_over(self, changes: Changes) -> None:
+        """Undo further changes to the model together with those of this switch."""
+        self._changes.extend(changes)
 
     def is_active(self, model: Any) -> bool:
         """Whether a model still computes over shards by this switch: not after ``set_attn_implementation``.
@@ -247,6 +251,19 @@ class Switch:
         return rotary_tables.cut_largest(table, result) if self.is_on else None
 
 
+class Followers:
+    """Further hooks of a model, the methods of a subclass, that go with the hooks of its switch.
+
+    Attributes:
+        switch: their owner.
+    """
+
+    def __init__(self, switch: Switch, changes: Changes) -> None:
+        """Hand over the changes that have added the hooks."""
+        self.switch = switch
+        switch.take_over(changes)
+
+
 class _JudgedParts:
     """Parts of a switched model that were found right; where some are others since, the model is judged again."""
 
@@ -335,6 +352,7 @@ def remove_unused(modules: Iterable[nn.Module]) -> None:
 def _is_unused(function: Any) -> bool:
     """Whether nobody needs a hook."""
     owner = getattr(function, "__self__", None)
+    owner = owner.switch if isinstance(owner, Followers) else owner
     if isinstance(owner, Switch):
         return not owner.is_on and (owner.functions is None or owner.functions.is_released)
     return function in (outdated, outdated_end)
