@@ -351,6 +351,41 @@ def test_both_sides_of_a_gradient_are_compared(name: str) -> None:
     assert verify.compare(frozen, [frozen, zeros]).equal
 
 
+class _Undefined(torch.autograd.Function):
+    """A copy, which gives its input no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> None:
+        return None
+
+
+def test_an_output_whose_gradient_autograd_leaves_undefined() -> None:
+    """Its hooks get None, as of outputs of TRL's fused head that no loss takes; nothing is recorded of it."""
+
+    def recorded_with(factor: float) -> verify.Recording:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 8)).double()
+        verify.draw(model)
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).double()
+
+        def step() -> Tensor:
+            hidden = model[0](x)
+            loss = model[1](hidden.detach() if factor else hidden).square().mean() + _Undefined.apply(hidden).sum()
+            loss.backward()
+            return loss
+
+        return verify.record(verify.Case(model, step), backward=True)
+
+    assert verify.compare(recorded_with(1), [recorded_with(1)]).equal
+    report = verify.compare(recorded_with(0), [recorded_with(1)])
+    assert report.first == "0", str(report)
+    assert verify.compare(recorded_with(1), [recorded_with(0)]).first == "0"
+
+
 def test_a_parameter_that_trains_on_ranks_alone() -> None:
     plain, adapted = recorded(), recorded(adapter=True)
     report = verify.compare(plain, [adapted, adapted])

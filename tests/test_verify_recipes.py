@@ -10,7 +10,7 @@ import pytest
 import torch
 from hybrid_mistakes import MISTAKES, make
 from pool import Pool
-from verify_recipes import FAULTS, OF_TORCH, RECIPES, Fault, run_in_job, run_recipe, summing_gather, written
+from verify_recipes import FAULTS, OF_TORCH, OF_TRL, RECIPES, Fault, run_in_job, run_recipe, summing_gather, written
 
 from tritoncomm.verify import Report
 from tritoncomm.verify.running import Settings, verify
@@ -28,7 +28,7 @@ def job(request: pytest.FixtureRequest) -> Iterator[tuple[Pool, int]]:
 
 def test_recipes_are_short_and_on_the_page() -> None:
     page = (ROOT / "docs" / "verify.md").read_text()
-    for recipe in RECIPES:
+    for recipe in (*RECIPES, *OF_TRL):
         path = ROOT / "examples" / f"verify_{recipe}.py"
         assert len(path.read_text().splitlines()) <= 40, path
         assert f"examples/{path.name}" in page

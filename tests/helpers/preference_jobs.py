@@ -20,13 +20,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tiny_models import tiny
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import tritoncomm
 from tritoncomm.errors import CommError
 from tritoncomm.integrations import transformers as ours
 from tritoncomm.integrations.transformers.trainer import UlyssesTrainerMixin
 
-__all__ = ["CASES", "Outcome", "Report", "run_job_of_preferences"]
+__all__ = ["CASES", "Outcome", "Report", "add_fused_head", "run_job_of_preferences"]
 
 VOCABULARY, PAD, IGNORED = 96, 0, -100
 
@@ -92,8 +93,11 @@ def _output_class() -> Any:
     return dataclasses.make_dataclass("Numbers", fields, bases=(_library().utils.ModelOutput,))
 
 
-def _add_fused_head(model: Any) -> None:
-    """Let a model return numbers of its tokens, and no logits, where it is called with ``fused_lm_head=True``."""
+def add_fused_head(model: Any) -> None:
+    """Let a model return numbers of its tokens, and no logits, where it is called with ``fused_lm_head=True``.
+
+    As TRL's does it: the weight of the head is gathered where FSDP2 has sharded it, and multiplied past the head.
+    """
     output_class = _output_class()
     plain = model.forward
 
@@ -106,7 +110,9 @@ def _add_fused_head(model: Any) -> None:
         hidden = self.base_model(*args, **more).last_hidden_state
         if shift_labels is None:
             hidden, shift_labels = hidden[:, :-1], labels[:, 1:]
-        logits, mask = F.linear(hidden, self.get_output_embeddings().weight), shift_labels != IGNORED
+        weight = self.get_output_embeddings().weight
+        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        logits, mask = F.linear(hidden, weight), shift_labels != IGNORED
         every = logits.log_softmax(-1)
         log_probs = every.gather(-1, shift_labels.clamp(min=0)[..., None])[..., 0] * mask
         return output_class(
@@ -134,7 +140,7 @@ def _preference_trainer() -> Any:
             self.metrics: list[dict[str, float]] = []
             for model in (self.model, ref_model):
                 if model is not None:
-                    _add_fused_head(model.get_base_model() if hasattr(model, "peft_config") else model)
+                    add_fused_head(model.get_base_model() if hasattr(model, "peft_config") else model)
             if ref_model is not None:
                 self.ref_model = self.accelerator.prepare_model(ref_model, evaluation_mode=True)
 
@@ -335,7 +341,7 @@ def run_job_of_preferences(ranks: Sequence[Mapping[str, str]], sequence: int, na
     with tempfile.TemporaryDirectory() as folder:
         alone = {name: _run(CASES[name], _preference_trainer(), folder)[0] for name in names if is_first}
         plain = tiny("llama", 0, 4)
-        _add_fused_head(plain)
+        add_fused_head(plain)
         outputs = [_fields(plain, use_cache=False)]
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()

@@ -21,10 +21,11 @@ from tritoncomm.integrations import transformers as integration
 from tritoncomm.integrations.transformers import log_probabilities
 from tritoncomm.verify import running
 
-__all__ = ["FAULTS", "OF_TORCH", "RECIPES", "Fault", "run_in_job", "run_recipe", "summing_gather", "written"]
+__all__ = ["FAULTS", "OF_TORCH", "OF_TRL", "RECIPES", "Fault", "run_in_job", "run_recipe", "summing_gather", "written"]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OF_TORCH = ("ddp", "fsdp2", "parallelize_module", "pipelining", "shared_expert", "tensor_parallel")
+OF_TRL = ("dpo",)  # which tools/outside runs, with TRL
 RECIPES = (*OF_TORCH, "unchanged", "transformers", "hybrid", "log_probs", "experts", "accelerate", "deepspeed")
 
 

@@ -139,9 +139,10 @@ class _Recorder:
 
         return hook
 
-    def _take_gradient(self, slot: int, x: Tensor, gradient: Tensor) -> None:
-        """Copy the gradient of an output."""
-        self.recording.backward[slot] = _copied(_as_held(gradient, x))
+    def _take_gradient(self, slot: int, x: Tensor, gradient: Tensor | None) -> None:
+        """Copy the gradient of an output; of one that a backward gave none there is nothing to copy."""
+        if gradient is not None:
+            self.recording.backward[slot] = _copied(_as_held(gradient, x))
 
     def _sources(self, inputs: Collection[Tensor]) -> list[int]:
         """Return the calls behind some inputs: those of operators, and up autograd's graph the first ones."""

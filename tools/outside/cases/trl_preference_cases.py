@@ -14,12 +14,14 @@ import torch
 
 from tritoncomm.errors import CommError, UnsupportedError
 from tritoncomm.integrations.transformers.trainer import TRAINERS, UlyssesTrainerMixin
+from tritoncomm.verify.running import Settings, verify
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 trl_preferences: Any = importlib.import_module("trl_preferences")
-CASES = trl_preferences.CASES
+CASES, MISTAKES = trl_preferences.CASES, importlib.import_module("trl_mistakes").MISTAKES
+RECIPE = Path(__file__).parents[3] / "examples" / "verify_dpo.py"
 PAGE = Path(__file__).parents[3] / "docs" / "trainer.md"
 JOBS = {"2": (2, 2), "4 in groups of 2": (4, 2), "4": (4, 4)}
 BY_CANCELLATION = ("rewards", "kl", "logits")  # differences of log-probabilities, and means about zero
@@ -132,6 +134,27 @@ def test_the_program_of_the_page(tmp_path: Path) -> None:
     assert not done.returncode, done.stderr
     assert "rewards/margins" in done.stdout
     assert code.count("\n") <= 15
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_recipe_of_verify_is_equal(ranks: int) -> None:
+    report = verify(Settings(f"{RECIPE}:build", ranks, is_quiet=True))
+    assert report.equal, str(report)
+    assert report.counts["compared"] > 100
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", MISTAKES)
+def test_public_mistakes_are_named(tmp_path: Path, name: str) -> None:
+    text, line = RECIPE.read_text(), "    torch.distributed.init_process_group()\n"
+    assert text.count(line) == 1
+    planted = f"{line}    if world > 1:\n        __import__('trl_mistakes').plant({name!r})\n"
+    (path := tmp_path / RECIPE.name).write_text(text.replace(line, planted))
+    (tmp_path / "trl_mistakes.py").write_text((HERE / "trl_mistakes.py").read_text())
+    report = verify(Settings(f"{path}:build", is_quiet=True))
+    assert not report.equal
+    assert MISTAKES[name] in str(report)
 
 
 def test_every_trainer_of_trl_is_right_or_refused_by_its_name() -> None:

@@ -153,6 +153,6 @@ def _of_all_positions(fields: Mapping[str, Tensor], call: _FusedCall) -> dict[st
         shards = torch.stack([fields[name] for name in names])
         sequences = all_gather_dim(shards, 2, call.group, tensor_parallel_output_grad=False)
         if sequences.requires_grad:
-            sequences.register_hook(lambda grad: grad * call.group.size())
+            sequences.register_hook(lambda grad: None if grad is None else grad * call.group.size())
         results.update(zip(names, sequences[..., : call.length - 1].unbind(), strict=True))
     return results
