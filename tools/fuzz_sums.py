@@ -114,6 +114,9 @@ def run_sum(group: ProcessGroup, case: Sum) -> str:
     per_rank = sizes or (shape[dim] // world,) * world
     if case.function == "reduce_scatter" and case.out is not None:
         own = shard(x, dim, per_rank, rank)
+        owns = [shard(each, dim, per_rank, place) for place, each in enumerate(every)]
+        if case.out == "own" and len({each.is_contiguous() for each in owns}) > 1:
+            return "mixed"  # some ranks would refuse it
         options["out"] = own if case.out == "own" else values(99, tuple(own.shape), getattr(torch, case.out)).clone()
         options["accumulate"] = case.accumulate
     before = options["out"].clone() if options.get("accumulate") else None
