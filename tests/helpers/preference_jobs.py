@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tiny_models import tiny
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import tritoncomm
@@ -55,10 +56,17 @@ CASES = {
 
 
 class Outcome(NamedTuple):
-    """What a run found: numbers that each step, then the evaluation, has logged, and weights as arrays."""
+    """What a run found.
+
+    Attributes:
+        logs: numbers of each step, of the evaluation, then of each batch.
+        weights: as arrays.
+        attentions: of the policy, and of the reference if there is one, in every batch.
+    """
 
     logs: list[dict[str, float]]
     weights: list[Any]
+    attentions: list[str]
 
 
 class Report(NamedTuple):
@@ -138,6 +146,7 @@ def _preference_trainer() -> Any:
             self.model_accepts_loss_kwargs = False  # of transformers before 5.19, for the same
             self.ref_model = ref_model
             self.metrics: list[dict[str, float]] = []
+            self.attentions: list[str] = []
             for model in (self.model, ref_model):
                 if model is not None:
                     add_fused_head(model.get_base_model() if hasattr(model, "peft_config") else model)
@@ -171,6 +180,8 @@ def _preference_trainer() -> Any:
                 "margins": self.accelerator.gather((chosen - rejected).detach()).mean(),
                 "tokens": gather(inputs["attention_mask"].sum()).sum(),
             }  # fmt: skip
+            models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
+            self.attentions += [model.config._attn_implementation for model in models]
             self.metrics.append({name: float(x) for name, x in numbers.items()} | {"step_loss": float(loss)})
             return (loss, model(**given)) if return_outputs else loss
 
@@ -182,6 +193,21 @@ def _preference_trainer() -> Any:
     Preferences.__name__ = Preferences.__qualname__ = "DPOTrainer"
     Preferences.__module__ = "trl.trainer.dpo_trainer"
     return Preferences
+
+
+def _label_trainer() -> Any:
+    """TRL's SFTTrainer in its calls: the loss of the fused head."""
+    transformers = _library()
+
+    class Labels(transformers.Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            return model(**{**inputs, "num_items_in_batch": num_items_in_batch}, fused_lm_head=True).loss
+
+    Labels.__name__ = Labels.__qualname__ = "SFTTrainer"
+    Labels.__module__ = "trl.trainer.sft_trainer"
+    return Labels
 
 
 def _pad(rows: list[Tensor], value: int) -> Tensor:
@@ -263,7 +289,7 @@ def _run(case: Case, kind: Any, folder: str, lanes: int = 1, **more: Any) -> tup
     logs = [{name: float(log[name]) for name in ("loss", "grad_norm")} for log in trainer.state.log_history[:-1]]
     evaluation = {"eval_loss": trainer.evaluate()["eval_loss"]}
     weights = [parameter.detach().numpy().copy() for parameter in trainer.model.parameters()]
-    return Outcome([*logs, evaluation, *trainer.metrics], weights), trainer
+    return Outcome([*logs, evaluation, *trainer.metrics], weights, trainer.attentions), trainer
 
 
 def _fields(model: Any, **more: Any) -> dict[str, Any]:
@@ -308,6 +334,16 @@ def _misuses(kind: Any, folder: str, name: str) -> dict[str, str]:
     errors["unknown entry"] = _error(lambda: trainer.model(**call, token_type_ids=mask))
     trainer.model.has_further_loss = True
     errors["router's loss"] = _error(lambda: trainer.model(**call))
+    fully_shard(trainer.model.lm_head)
+    pairs = _collate(_samples()[:2])
+    errors["head of a unit"] = _error(lambda: trainer.compute_loss(trainer.model, pairs))
+    labels = type("Sharded", (UlyssesTrainerMixin, _label_trainer()), {})
+    tuned = labels(model=_model(case, 0), args=_arguments(folder), train_dataset=_samples(), ulysses=name)
+    add_fused_head(tuned.model)
+    rows = {"input_ids": pairs["input_ids"], "labels": pairs["input_ids"]}
+    assert tuned.compute_loss(tuned.model, rows).isfinite()
+    fully_shard(tuned.model.lm_head)
+    errors["head of a unit, labels"] = _error(lambda: tuned.compute_loss(tuned.model, rows))
     trl = sys.modules["trl"]
     sys.modules["trl"] = SimpleNamespace(__version__="1.14.2")  # pyright: ignore[reportArgumentType]
     errors["earlier TRL"] = _error(lambda: _trainer(case, kind, folder, ulysses=name))

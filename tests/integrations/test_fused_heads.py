@@ -105,7 +105,7 @@ def problems(mine: tuple[Any, list[Tensor]], other: tuple[Any, list[Tensor]]) ->
     ]
 
 
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(2, 3, pytest.param(4, marks=pytest.mark.slow))
 @pytest.mark.parametrize("entries", [batch(), batch(left=3), batch(stop=6), batch(start=LENGTH - 1), batch(stop=0)])
 def test_numbers_and_gradients_are_those_of_one_process(group: ProcessGroup, entries: dict[str, Any]) -> None:
     """Uneven lengths; labels in one shard, a single one, and none."""
@@ -119,6 +119,20 @@ def test_numbers_and_gradients_are_those_of_one_process(group: ProcessGroup, ent
             assert wrong == [], wrong
             assert not out.mean_logits.requires_grad
             assert out.is_top1.dtype is torch.bool
+
+
+@pytest.mark.ranks(2)
+def test_a_model_with_another_attention_takes_whole_batches(group: ProcessGroup) -> None:
+    """After ``set_attn_implementation``, which leaves the hooks where they are; and again with its attention."""
+    model, entries = llama(), batch()
+    wanted = steps(copy.deepcopy(model), entries)
+    with over(group, model):
+        model.set_attn_implementation("sdpa")
+        assert problems(steps(model, entries), wanted) == []
+        model.set_attn_implementation("tritoncomm_ulysses")
+        out, grads = steps(model, entries)
+        assert problems((out, mean(grads, group)), wanted) == []
+    assert problems(steps(model, entries), wanted) == []
 
 
 UNITS: dict[str, Callable[[Any], list[Any]]] = {

@@ -17,13 +17,16 @@ pytestmark = [
 ]
 
 
+RUN = ("reference", "hybrid", "generates")  # which has adapters, too
+
+
 def job(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
     return run_late_ranks(function, world, *args, timeout=60.0 * world)
 
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[Report]:
-    return job(run_job_of_preferences, 2, 2, tuple(CASES))
+    return job(run_job_of_preferences, 2, 2, RUN)
 
 
 # One process's own norms move by 3e-4 where each weight of a hybrid model moves by one rounding.
@@ -39,11 +42,13 @@ def check(case: str, alone: Outcome, sharded: Outcome, is_one_lane: bool = True)
         assert abs(mine - other).max() <= WEIGHTS.get(case, 1e-6)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", RUN)
 def test_two_ranks_train_as_one_process(two_ranks: list[Report], case: str) -> None:
     """Losses, norms, weights, and every number that is gathered, one of them into the loss; also in evaluation."""
     for report in two_ranks:
         check(case, two_ranks[0].alone[case], report.sharded[case])
+        assert set(report.sharded[case].attentions) == {"tritoncomm_ulysses"}
+        assert len(report.sharded[case].attentions) == (8 if CASES[case].has_adapters else 16)
 
 
 def test_the_fused_head_returns_numbers_of_all_tokens(two_ranks: list[Report]) -> None:
@@ -65,6 +70,8 @@ MISUSES = {
     "no labels": "ArgumentError: tritoncomm_ulysses: LlamaForCausalLM: a call of the fused head needs keywords",
     "unknown entry": "ArgumentError: shard_batch: 'token_type_ids' is not supported, only input_ids, ",
     "router's loss": "UnsupportedError: tritoncomm_ulysses: LlamaForCausalLM: the fused head returns aux_loss, which",
+    "head of a unit": "UnsupportedError: Mixed: FSDP2 shards the head of LlamaForCausalLM as a unit of its own, and",
+    "head of a unit, labels": "UnsupportedError: Sharded: FSDP2 shards the head of LlamaForCausalLM as a unit of its",
     "earlier TRL": "UnsupportedError: Mixed: DPOTrainer of TRL before 1.15 makes logits; install trl>=1.15",
 }
 
