@@ -388,7 +388,7 @@ def run_job_of_preferences(ranks: Sequence[Mapping[str, str]], sequence: int, na
         errors = _misuses(kind, folder, name) if lanes == 1 else {}
         if lanes == 1:
             trainer = _trainer(CASES["reference"], kind, folder, ulysses=name)
-            outputs += [_fields(trainer.model), _fields(trainer.model, num_items_in_batch=torch.tensor(7))]
+            outputs += [_fields(trainer.model), _fields(trainer.model, num_items_in_batch=7)]
         undone = _undone(runs[names[0]][1].model)
     ours.unregister()
     tritoncomm.destroy()

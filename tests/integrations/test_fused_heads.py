@@ -135,6 +135,21 @@ def test_a_model_with_another_attention_takes_whole_batches(group: ProcessGroup)
     assert problems(steps(model, entries), wanted) == []
 
 
+@pytest.mark.ranks(2)
+def test_a_batch_that_is_a_shard_already_stays_one(group: ProcessGroup) -> None:
+    """As of an SFTTrainer after a DPOTrainer with the same model, or of a loop."""
+    model, entries = llama(), batch()
+    wanted, _ = steps(copy.deepcopy(model), entries)
+    with over(group, model):
+        shard = ours.shard_batch(entries, group)
+        out, _ = steps(model, shard)
+        start = group.rank() * 13
+        part = wanted.log_probs[:, start : start + 13]
+        assert out.log_probs.shape == (2, 13)
+        assert (out.log_probs[:, : part.shape[1]] - part).abs().max() < CLOSE
+        assert float(out.loss) == pytest.approx(-out.log_probs.sum().item() / (wanted.log_probs != 0).sum().item())
+
+
 UNITS: dict[str, Callable[[Any], list[Any]]] = {
     "root": lambda model: [],
     "tail": lambda model: [[model.model.norm, model.lm_head]],

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.integrations.changes import Changes
 from tritoncomm.integrations.transformers.batch import shard_batch
+from tritoncomm.integrations.transformers.batch_notes import notes_of
 from tritoncomm.integrations.transformers.hooks import Followers, Switch
 from tritoncomm.integrations.transformers.model_parts import outermost
 from tritoncomm.integrations.transformers.registration import registered
@@ -67,8 +68,7 @@ class WholeOutputs(Followers):
     Forward: the shard of ``input_ids`` and the other entries of ``shard_batch``; what the model returns for each token,
     ``[b, s]``, is put side by side, ``[b, S-1]``, and its loss is that of all tokens. Backward: this rank's part, times
     the ranks, as the loss of these numbers is the same on every rank, and DDP and FSDP2 average gradients over all
-    ranks. Calls without ``fused_lm_head=True`` are left alone.
-
+    ranks. Calls without ``fused_lm_head=True``, or with a shard, are left alone.
     """
 
     def __init__(self, model: nn.Module, switch: Switch) -> None:
@@ -101,13 +101,15 @@ class WholeOutputs(Followers):
         if group is None:
             return None
         label = f"{self.switch.name}: {type(model).__name__}"
+        if notes_of(kwargs.get("position_ids"), label) is not None:
+            return None  # a shard, of somebody who has called shard_batch
         if args or kwargs.get("labels") is None:
             raise ArgumentError(f"{label}: a call of the fused head needs keywords, among them labels")
         # A tensor that shard_batch does not know may be one of all positions, and is refused.
-        batch = {name: x for name, x in kwargs.items() if isinstance(x, Tensor)}
+        batch = {name: x for name, x in kwargs.items() if isinstance(x, Tensor) or name == "num_items_in_batch"}
         shard = shard_batch(batch, group)
         self._call = _FusedCall(label, group, batch["input_ids"].shape[1], shard.pop("num_items_in_batch"))
-        options = {name: x for name, x in kwargs.items() if name not in batch and name != "num_items_in_batch"}
+        options = {name: x for name, x in kwargs.items() if name not in batch}
         return args, {**options, **shard, "labels": None}
 
     def _gather(self, model: Any, _: Any, out: Any) -> Any:
