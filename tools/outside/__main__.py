@@ -109,8 +109,9 @@ def write(name: str, suite: Suite, result: Result) -> None:
     results = json.loads(matrix.RESULTS.read_text())
     row = {"package": result.package, "ranks": suite.ranks, "cell": result.cell, "date": time.strftime("%Y-%m-%d")}
     results.setdefault("world", {})[name] = row
-    matrix.RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-    matrix.PAGE.write_text(matrix.page(results))
+    text = json.dumps(results, indent=1, sort_keys=True)
+    matrix.RESULTS.write_text(f"{text}\n")
+    matrix.PAGE.write_text(matrix.page(json.loads(text)))
 
 
 def run(name: str, setup: str, *again: str) -> Outcomes:
