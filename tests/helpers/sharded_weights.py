@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from trainer_classes import shard_on_cpus
 
 import tritoncomm
 from tritoncomm.errors import UnsupportedError
@@ -147,7 +148,7 @@ def run_program(ranks: Sequence[Mapping[str, str]], code: str, folder: str, devi
     _reset()
     os.environ.update(ranks[int(os.environ["PLACE"])])
     if device == "cpu":
-        _shard_on_cpus(state)
+        shard_on_cpus(state)
         code = code.replace("TrainingArguments(\n", "TrainingArguments(\n    use_cpu=True, output_dir=", 1)
     os.chdir(folder)
     names: dict[str, Any] = {"__name__": "program"}
@@ -184,25 +185,10 @@ def _join(ranks: Sequence[Mapping[str, str]], sequence: int, device: str) -> dis
     state.AcceleratorState._reset_state(reset_partial_state=True)
     os.environ.update(ranks[int(os.environ["PLACE"])])
     if device == "cpu":
-        _shard_on_cpus(state)
+        shard_on_cpus(state)
     elif torch.cuda.device_count() < len(ranks):
         os.environ.update(SHARING, NCCL_HOSTID=f"tritoncomm-{os.environ['RANK']}", LOCAL_RANK="0")
     return tritoncomm.initialize(tensor=sequence).get_group("tensor")
-
-
-def _shard_on_cpus(state: Any) -> None:
-    """Let accelerate shard on CPUs, too: it makes DDP of FSDP there, without a word."""
-    init = state.AcceleratorState.__init__
-
-    def init_sharded(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
-        init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if fsdp_plugin is not None and self.distributed_type == state.DistributedType.MULTI_CPU:
-            self.distributed_type, self.fsdp_plugin = state.DistributedType.FSDP, fsdp_plugin
-            if self._mixed_precision != "no":
-                fsdp_plugin.set_mixed_precision(self._mixed_precision)
-            state.PartialState._shared_state["distributed_type"] = self.distributed_type
-
-    state.AcceleratorState.__init__ = init_sharded
 
 
 def _reset() -> None:

@@ -4,17 +4,16 @@ import ast
 import importlib
 import importlib.util
 import inspect
-import pkgutil
 import sys
 import textwrap
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from jobs import run_late_ranks
+from trainer_classes import trainers
 from trainer_jobs import KINDS, PACKED, Report, Run, run_job_of_trainers
 
 import tritoncomm
@@ -168,28 +167,6 @@ def test_frozen_weights_on_gpus_in_some_of_the_ranks_are_refused(
     error = pytest.raises(UnsupportedError, match="frozen weights under FSDP2 on GPUs, in sequence groups of 2 of 4")
     with error if refused else nullcontext():
         one._UlyssesTrainerMixin__check_weights()
-
-
-def trainers() -> Iterator[type]:
-    """Trainers of transformers, and of TRL where it is installed."""
-    warnings.simplefilter("ignore")
-    import transformers
-
-    yield from (transformers.Trainer, transformers.Seq2SeqTrainer)
-    if importlib.util.find_spec("trl") is None:
-        return
-    trl: Any = importlib.import_module("trl")
-    for module in pkgutil.walk_packages(trl.__path__, "trl."):
-        if "trainer" not in module.name and "experimental" not in module.name:
-            continue
-        try:
-            found = vars(importlib.import_module(module.name)).values()
-        except (ImportError, RuntimeError):  # of an extra that is not installed
-            continue
-        for kind in found:
-            is_trainer = isinstance(kind, type) and issubclass(kind, transformers.Trainer)
-            if is_trainer and kind.__module__.startswith("trl") and not kind.__name__.startswith("_"):
-                yield kind
 
 
 def attributes(kind: type) -> set[str]:

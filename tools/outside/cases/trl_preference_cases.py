@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -159,20 +158,8 @@ def test_public_mistakes_are_named(tmp_path: Path, name: str) -> None:
 
 def test_every_trainer_of_trl_is_right_or_refused_by_its_name() -> None:
     """Also of a TRL that comes: what the table does not know is refused, and fails here."""
-    trl = importlib.import_module("trl")
-    transformers = importlib.import_module("transformers")
-    kinds: dict[str, type] = {}
-    for module in pkgutil.walk_packages(trl.__path__, "trl."):
-        if "trainer" not in module.name and "experimental" not in module.name:
-            continue
-        try:
-            found = vars(importlib.import_module(module.name)).values()
-        except (ImportError, RuntimeError):  # of an extra that is not installed
-            continue
-        for kind in found:
-            is_trainer = isinstance(kind, type) and issubclass(kind, transformers.Trainer)
-            if is_trainer and kind.__module__.startswith("trl.") and not kind.__name__.startswith("_"):
-                kinds[f"{kind.__module__}.{kind.__name__}"] = kind
+    of_all = importlib.import_module("trainer_classes").trainers()
+    kinds = {f"{kind.__module__}.{kind.__name__}": kind for kind in of_all if kind.__module__.startswith("trl.")}
     assert len(kinds) >= 15
     for path, kind in kinds.items():
         of_trl = TRAINERS.get(kind.__name__)

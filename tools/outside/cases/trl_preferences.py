@@ -4,6 +4,7 @@
 Under a launcher, SEQUENCE ranks share each sequence; with 0 TRL trains as it is, with samples of its own on each rank.
 """
 
+import importlib
 import os
 import sys
 import tempfile
@@ -35,6 +36,7 @@ import tritoncomm
 from tritoncomm.integrations.transformers import register, unregister
 from tritoncomm.integrations.transformers.trainer import UlyssesTrainerMixin
 
+sys.path.append(str(Path(__file__).parents[3] / "tests" / "helpers"))
 WORDS, PAD, END, SAMPLES = 62, 62, 63, 12
 
 
@@ -196,23 +198,6 @@ def trained(case: Case, group: Any, shared: Path, lanes: int) -> dict[str, Any]:
     }
 
 
-def shard_on_cpus() -> None:
-    """Let accelerate shard on CPUs, too: it makes DDP of FSDP there, without a word."""
-    from accelerate import state
-
-    init = state.AcceleratorState.__init__
-
-    def init_sharded(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
-        init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if fsdp_plugin is not None and self.distributed_type == state.DistributedType.MULTI_CPU:
-            self.distributed_type, self.fsdp_plugin = state.DistributedType.FSDP, fsdp_plugin
-            if self._mixed_precision != "no":
-                fsdp_plugin.set_mixed_precision(self._mixed_precision)
-            state.PartialState._shared_state["distributed_type"] = self.distributed_type
-
-    state.AcceleratorState.__init__ = init_sharded
-
-
 def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -226,7 +211,7 @@ def main() -> None:
             model_of(model, 0).save_pretrained(shared / model)
     group = None
     if world > 1:
-        shard_on_cpus()
+        importlib.import_module("trainer_classes").shard_on_cpus(importlib.import_module("accelerate.state"))
         size = int(sequence)
         mesh = tritoncomm.initialize(context=max(size, 1))
         group = mesh.get_group("context") if size else None

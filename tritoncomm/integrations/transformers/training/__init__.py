@@ -1,3 +1,3 @@
-"""What ``UlyssesTrainerMixin`` is made of: lanes of data, a strategy for each kind of loss, and trainers of TRL."""
+"""Parts of ``UlyssesTrainerMixin``: lanes of data, a strategy for each kind of loss, and TRL's trainers."""
 
 __all__: list[str] = []

@@ -12,7 +12,7 @@ __all__ = ["TRAINERS", "TrainerKind", "refuse_trainer", "strategy_of"]
 
 
 class TrainerKind(NamedTuple):
-    """What the losses of a trainer need.
+    """Kind of a trainer of TRL.
 
     Attributes:
         strategy: which gives them over sequence shards; None where nothing does.

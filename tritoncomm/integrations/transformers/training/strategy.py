@@ -1,4 +1,4 @@
-"""What a kind of loss needs over sequence shards, as ``UlyssesTrainerMixin`` asks for it."""
+"""Strategy of ``UlyssesTrainerMixin``: the part of its hooks that differs between kinds of losses."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
