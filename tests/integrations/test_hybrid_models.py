@@ -31,7 +31,7 @@ from tritoncomm import recurrent
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.groups import make_group
 from tritoncomm.integrations import transformers as ours
-from tritoncomm.integrations.transformers import model_parts, recurrences, recurrent_layers, registration
+from tritoncomm.integrations.transformers import forwards, model_parts, recurrences, recurrent_layers, registration
 from tritoncomm.integrations.transformers.batch import IGNORED
 
 pytestmark = pytest.mark.skipif(
@@ -1052,4 +1052,4 @@ def test_functions_of_layers_go_with_their_registration(group: ProcessGroup) -> 
 def test_a_checkpoint_is_no_compiled_call() -> None:
     """Each has a frame of torch.compiler.disable, below which no call of a module is taken for running."""
     module = nn.Linear(1, 1)
-    assert not torch.compiler.disable(recurrent_layers.is_running)(module)
+    assert not torch.compiler.disable(forwards.is_running)(module)

@@ -259,7 +259,7 @@ def test_refusals(group: ProcessGroup) -> None:
         (unsupported, "cannot change the attention of BloomForCausalLM", lambda: ours.switch(bloom(), name)),
         (argument, "'none' is not registered here", lambda: ours.group_of("none")),
         (argument, "'whatever' is not supported", lambda: ours.shard_batch({**batch, "whatever": ids}, group)),
-        *[(unsupported, f"'{key}': images, videos and audio are not supported over sequence shards; pass batches of",
+        *[(unsupported, f"'{key}': a model of images, videos or audio takes the whole batch",
            lambda key=key: ours.shard_batch({**batch, key: ids}, group))
           for key in ("pixel_values", "image_grid_thw", "pixel_values_videos", "input_features", "audio_values")],
         (shape, "labels .* needs the shape", lambda: ours.shard_batch({**batch, "labels": ids[:, 1:]}, group)),

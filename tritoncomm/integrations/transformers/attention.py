@@ -19,7 +19,7 @@ from tritoncomm.core.documents import group_documents
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.groups import resolve_sequence
 from tritoncomm.integrations.changes import Changes
-from tritoncomm.integrations.transformers import model_parts, recurrent_layers
+from tritoncomm.integrations.transformers import forwards, model_parts, recurrent_layers
 from tritoncomm.integrations.transformers.batch_notes import mask_note_of, notes_of, write_mask_note
 from tritoncomm.integrations.transformers.hooks import switches_of
 from tritoncomm.integrations.transformers.local_modules import LocalModule
@@ -138,6 +138,12 @@ class _MadeMask:
         self.masks: dict[int, Any] = {}
 
 
+def note_mask(mask: Tensor) -> Tensor:
+    """Return a mask that the model around has made of all positions, known to be one."""
+    write_mask_note(mask, _MadeMask([], {}))
+    return mask
+
+
 class _Implementation(Registration):
     """Implementation that ``register`` adds: an attention function, and the function that makes its masks."""
 
@@ -164,6 +170,11 @@ class _Implementation(Registration):
             verdict = self.verdicts.get(module, _UNKNOWN)
             if verdict is _UNKNOWN or (verdict is not None and ((owner := verdict()) is None or not owner.is_on)):
                 self._judge(module)
+        if group.size() > 1 and forwards.whole_batch() is not None:
+            raise UnsupportedError(
+                f"{self.name}: {type(module).__name__} is outside of the language model, and has the attention of its "
+                "shards; give the whole model to switch(), which leaves the attention of others as it is"
+            )
         if group.size() > 1 and not self.own_positions:
             self._check_layer(module, kwargs.get("position_ids"))
         is_causal = kwargs.get("is_causal")
@@ -252,7 +263,7 @@ class _Implementation(Registration):
         if isinstance(position_ids, Tensor):
             self.check_positions(module, position_ids)
             return
-        if recurrent_layers.is_inside():
+        if forwards.is_inside():
             if not is_compiling():
                 self.inside_of_models.add(module)  # in the recomputation of a checkpoint no model runs
         elif is_compiling() or module not in self.inside_of_models:
@@ -343,8 +354,14 @@ class _Implementation(Registration):
             The mask; ``attention_mask`` where ``attention`` has no mask function. For packed documents a placeholder
             without memory, whose note has the documents for ``attend``.
         """
+        if forwards.whole_batch() is not None:  # the model around the language model makes it of all positions
+            if self.inner_mask is None:
+                return attention_mask
+            return self.inner_mask(
+                batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask, **kwargs
+            )
         positions = q_length * self.group.size()
-        documents = recurrent_layers.documents()
+        documents = forwards.documents()
         if documents is not None:
             if kwargs.get("use_vmap"):
                 raise UnsupportedError(f"{self.name}: a mask with an overlay has no packed documents")
@@ -354,7 +371,7 @@ class _Implementation(Registration):
             write_mask_note(mask, _MadeMask(documents, kwargs))
             return mask
         if attention_mask is not None:
-            attention_mask = recurrent_layers.whole_mask(attention_mask, self.name)
+            attention_mask = forwards.whole_mask(attention_mask, self.name)
         if attention_mask is not None and attention_mask.shape[-1] != positions:
             raise ShapeError(
                 f"{self.name}: attention_mask {list(attention_mask.shape)} is not one of all {positions} positions; "

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,12 +17,15 @@ from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedE
 from tritoncomm.groups import resolve_sequence
 from tritoncomm.integrations.transformers.batch_notes import BatchNotes, write_notes
 
-__all__ = ["IGNORED", "next_labels", "shard_batch"]
+__all__ = [
+    "BOUNDARIES", "IGNORED", "CountedLabels", "NotedPositions", "ShardSpan", "check_same", "counted_labels",
+    "documents_of", "next_labels", "noted_positions", "shard_batch",
+]  # fmt: skip
 
 IGNORED = -100
 _SHARDED = ("input_ids", "position_ids", "attention_mask", "labels", "shift_labels")
 # What collators add for packed documents; a shard has none, as the documents are noted for all positions.
-_BOUNDARIES = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+BOUNDARIES = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _MEDIA = ("pixel", "image", "video", "audio", "input_features")  # parts of names of what processors add for them
 # (size, own rank) of each group whose ranks have compared their batches.
 _compared: "WeakKeyDictionary[ProcessGroup, tuple[int, int]]" = WeakKeyDictionary()
@@ -63,56 +66,128 @@ def shard_batch(
     group = resolve_sequence(group, name)
     _check_batch(batch, group, name)
     ids = batch["input_ids"]
-    more = -ids.shape[1] % group.size()
-    start, end = (rank * (ids.shape[1] + more) // group.size() for rank in (group.rank(), group.rank() + 1))
-
-    def shard(x: Tensor, value: int) -> Tensor:
-        """Return this rank's positions of ``x``, padded with ``value`` at the end of the sequence."""
-        return F.pad(x, (0, more), value=value)[:, start:end].contiguous()
-
+    span = ShardSpan.of(ids.shape[1], group)
     mask = batch.get("attention_mask")
-    documents = _documents(batch, name) if mask is None else None
-    positions = _positions(batch, ids.shape[1] + more, documents)
-    out: dict[str, Any] = {
-        "input_ids": shard(ids, pad_token_id),
-        "position_ids": positions[..., start:end].clone(memory_format=torch.contiguous_format),
-    }
-    columns = None
+    documents = documents_of(batch, name) if mask is None else None
+    out: dict[str, Any] = {"input_ids": span.cut(ids, pad_token_id)}
+    positions = _positions(batch, ids.shape[1] + span.padding, documents)
+    is_counted = batch.get("position_ids") is None
+    placed = noted_positions(positions, mask, span, group, documents, is_counted=is_counted)
+    out["position_ids"] = placed.ids
+    if placed.mask is not None:
+        out["attention_mask"] = placed.mask
+    counted = counted_labels(batch, documents, name)
+    if counted is not None:
+        out["shift_labels"] = out["labels"] = span.cut(counted.labels, IGNORED)
+        out["num_items_in_batch"] = counted.count
+    return out
+
+
+class ShardSpan(NamedTuple):
+    """Positions of this rank, of a sequence that is padded at its end to a multiple of the ranks.
+
+    Attributes:
+        padding: number of positions that are added.
+    """
+
+    start: int
+    end: int
+    padding: int
+
+    @classmethod
+    def of(cls, length: int, group: ProcessGroup) -> "ShardSpan":
+        """Return this rank's span of a sequence."""
+        size, rank = group.size(), group.rank()
+        run = -(-length // size)
+        return cls(rank * run, (rank + 1) * run, size * run - length)
+
+    def cut(self, x: Tensor, value: float) -> Tensor:
+        """Return this rank's positions of ``x`` ``[b, S, ...]``, padded with ``value``."""
+        part = x[:, self.start : self.end]
+        missing = self.end - self.start - part.shape[1]
+        if missing:
+            return F.pad(part, (0, 0) * (x.dim() - 2) + (0, missing), value=value)
+        return part.clone(memory_format=torch.contiguous_format)  # nobody keeps the rest
+
+
+class NotedPositions(NamedTuple):
+    """Position ids of this rank, with the notes of its batch.
+
+    Attributes:
+        mask: padding mask of all positions; None without one.
+    """
+
+    ids: Tensor
+    mask: Tensor | None
+
+
+def noted_positions(
+    positions: Tensor,
+    mask: Tensor | None,
+    span: ShardSpan,
+    group: ProcessGroup,
+    documents: list[list[int]] | None,
+    *,
+    is_counted: bool,
+    is_hidden: bool = False,
+) -> NotedPositions:
+    """Return this rank's position ids with the notes of its batch, and the padding mask of all positions.
+
+    Args:
+        positions: of all positions, those of the padding, too ``[.., b, S + more]``.
+        mask: padding mask ``[b, S]``.
+        is_counted: whether the model may count positions by the mask.
+        is_hidden: whether the padding at the end is hidden by a mask of another kind.
+    """
+    rows, length = positions.shape[-2], positions.shape[-1] - span.padding
+    out = positions[..., span.start : span.end].clone(memory_format=torch.contiguous_format)
+    columns = whole_mask = None
     if mask is not None:
-        mask = out["attention_mask"] = F.pad(mask, (0, more))
-        columns = mask[:, start:end]
+        whole_mask = F.pad(mask, (0, span.padding))
+        columns = whole_mask[:, span.start : span.end]
     elif documents is not None and group.size() > 1:  # else transformers looks for them in the positions of a shard
-        out["attention_mask"] = ids.new_ones(()).expand(positions.shape[-2:])
-    of_rows = positions[..., : ids.shape[1]]
+        whole_mask = positions.new_ones(()).expand(positions.shape[-2:])
+    of_rows = positions[..., :length]
     notes = BatchNotes(
-        shape=(ids.shape[0], end - start),
+        shape=(rows, span.end - span.start),
         group=group.group_name,
         documents=documents,
         columns=columns,
-        padded=0 if mask is not None else more,
-        largest=of_rows.amax((0, 2) if of_rows.dim() == 3 else 1) if ids.numel() else None,
+        padded=0 if mask is not None or is_hidden else span.padding,
+        largest=of_rows.amax((0, 2) if of_rows.dim() == 3 else 1) if rows * length else None,
     )
     # Boolean, so that transformers' masks, which are made of it as such, are made of this very tensor.
-    like = out["input_ids"] if columns is None else columns
-    layer_mask = torch.ones(like.shape, dtype=torch.bool, device=like.device)
+    layer_mask = torch.ones(rows, span.end - span.start, dtype=torch.bool, device=positions.device)
     if columns is not None:
         layer_mask.copy_(columns)
     counted = None
-    if mask is not None and batch.get("position_ids") is None:
-        counted = (mask.long().cumsum(1) * mask.long() - 1)[:, start:end].contiguous()
-    write_notes(out["position_ids"], notes.complete(layer_mask, counted))
+    if whole_mask is not None and columns is not None and is_counted:
+        ones = whole_mask.long()
+        counted = (ones.cumsum(1) * ones - 1)[:, span.start : span.end].contiguous()
+    write_notes(out, notes.complete(layer_mask, counted))
+    return NotedPositions(out, whole_mask)
+
+
+class CountedLabels(NamedTuple):
+    """Label of each position's successor ``[b, S]``, and the number by which their loss is divided."""
+
+    labels: Tensor
+    count: Tensor | int
+
+
+def counted_labels(batch: Mapping[str, Any], documents: list[list[int]] | None, name: str) -> CountedLabels | None:
+    """Return the labels of a whole batch; None without any."""
     labels = _next_labels(batch, documents)
     items = batch.get("num_items_in_batch")
-    if labels is not None:
-        if items is not None and _drops_labels(batch, documents):
-            raise ArgumentError(
-                f"{name}: num_items_in_batch beside labels at starts of packed documents, which are left out, so that "
-                f"the mean would be of other labels; set labels there to {IGNORED} before they are counted, or pass "
-                "shift_labels"
-            )
-        out["shift_labels"] = out["labels"] = shard(labels, IGNORED)
-        out["num_items_in_batch"] = (labels != IGNORED).sum() if items is None else items
-    return out
+    if labels is None:
+        return None
+    if items is not None and _drops_labels(batch, documents):
+        raise ArgumentError(
+            f"{name}: num_items_in_batch beside labels at starts of packed documents, which are left out, so that "
+            f"the mean would be of other labels; set labels there to {IGNORED} before they are counted, or pass "
+            "shift_labels"
+        )
+    return CountedLabels(labels, (labels != IGNORED).sum() if items is None else items)
 
 
 def next_labels(batch: Mapping[str, Any]) -> Tensor | None:
@@ -121,7 +196,7 @@ def next_labels(batch: Mapping[str, Any]) -> Tensor | None:
     A position whose successor is in another document has none. Trainers count these labels.
     """
     is_packed = batch.get("attention_mask") is None and batch.get("shift_labels") is None
-    return _next_labels(batch, _documents(batch, "next_labels") if is_packed else None)
+    return _next_labels(batch, documents_of(batch, "next_labels") if is_packed else None)
 
 
 def _next_labels(batch: Mapping[str, Any], documents: list[list[int]] | None) -> Tensor | None:
@@ -151,17 +226,23 @@ def _check_batch(batch: Mapping[str, Any], group: ProcessGroup, name: str) -> No
         error = problem
     here = group.size(), group.rank()
     if variables.CHECK.value or variables.HASH.value or _compared.get(group) != here:
-        entries = {} if error is not None else _described(batch)
-        digest = hashlib.blake2b(repr(entries).encode(), digest_size=16).digest()
-        agree(name, group, digest, error, lambda: entries, things="batches")  # raises on every rank, or on none
+        entries = {key: batch.get(key) for key in (*_SHARDED, *BOUNDARIES, "num_items_in_batch")}
+        check_same(entries, group, name, error)
         _compared[group] = here
     elif error is not None:
         raise error
 
 
+def check_same(batch: Mapping[str, Any], group: ProcessGroup, name: str, error: CommError | None = None) -> None:
+    """Raise on every rank of a group if their entries differ, or if one has an error. On a GPU the host waits."""
+    entries = {} if error is not None else _described(batch)
+    digest = hashlib.blake2b(repr(entries).encode(), digest_size=16).digest()
+    agree(name, group, digest, error, lambda: entries, things="batches")
+
+
 def _described(batch: Mapping[str, Any]) -> dict[str, str]:
     """Return the entries of a batch in words, with a digest of their values."""
-    entries = {key: _in_words(batch[key]) for key in (*_SHARDED, *_BOUNDARIES) if isinstance(batch.get(key), Tensor)}
+    entries = {key: _in_words(x) for key, x in batch.items() if isinstance(x, Tensor) and key != "num_items_in_batch"}
     items = batch.get("num_items_in_batch")
     return entries if items is None else {**entries, "num_items_in_batch": str(torch.as_tensor(items).tolist())}
 
@@ -183,12 +264,12 @@ def _check_entries(batch: Mapping[str, Any], name: str) -> None:
     if not isinstance(batch.get("input_ids"), Tensor) or batch["input_ids"].dim() != 2:
         raise ArgumentError(f"{name}: a batch needs input_ids, a tensor [batch, sequence]")
     shape = tuple(batch["input_ids"].shape)
-    others = (*_BOUNDARIES, "num_items_in_batch")
+    others = (*BOUNDARIES, "num_items_in_batch")
     for key, value in batch.items():
         if key not in _SHARDED and key not in others and any(part in key for part in _MEDIA):
             raise UnsupportedError(
-                f"{name}: {key!r}: images, videos and audio are not supported over sequence shards; pass batches of "
-                "text alone"
+                f"{name}: {key!r}: a model of images, videos or audio takes the whole batch, model(**batch), once "
+                "switch(model, name) has it: it shards what it hands to its language model"
             )
         if key not in _SHARDED and key not in others:
             raise ArgumentError(f"{name}: {key!r} is not supported, only {', '.join((*_SHARDED, *others))}")
@@ -198,7 +279,7 @@ def _check_entries(batch: Mapping[str, Any], name: str) -> None:
             if key == "position_ids" and value.dim() == 3 and tuple(value.shape[1:]) == shape:
                 continue
             raise ShapeError(f"{name}: {key} {list(value.shape)} needs the shape of input_ids, {list(shape)}")
-    boundaries = [key for key in _BOUNDARIES if batch.get(key) is not None]
+    boundaries = [key for key in BOUNDARIES if batch.get(key) is not None]
     if boundaries and batch.get("attention_mask") is not None:
         raise ArgumentError(f"{name}: {', '.join(boundaries)} and an attention_mask; packed documents have no padding")
 
@@ -220,7 +301,7 @@ def _positions(batch: Mapping[str, Any], length: int, documents: list[list[int]]
     return torch.cat([positions, positions[..., -1:] + more], -1)
 
 
-def _documents(batch: Mapping[str, Any], name: str) -> list[list[int]] | None:
+def documents_of(batch: Mapping[str, Any], name: str) -> list[list[int]] | None:
     """Return the global starts of the documents of each row; None without packing. On a GPU the host waits."""
     ways: dict[str, list[list[int]]] = {}
     if (positions := _text_positions(batch.get("position_ids"))) is not None:

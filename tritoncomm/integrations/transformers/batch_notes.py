@@ -9,9 +9,10 @@ from torch.compiler import is_compiling
 
 from tritoncomm.errors import ArgumentError
 
-__all__ = ["BatchNotes", "mask_note_of", "notes_of", "write_mask_note", "write_notes"]
+__all__ = ["BatchNotes", "mask_note_of", "notes_of", "whole_of", "write_mask_note", "write_notes", "write_whole"]
 
 _NOTES, _MADE = "tritoncomm_batch", "tritoncomm_mask"  # attributes of a tensor and of its storage
+_WHOLE = "tritoncomm_whole"  # of a tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +107,16 @@ def mask_note_of(mask: Any) -> Any:
     if not isinstance(mask, Tensor):
         return None
     return getattr(mask if is_compiling() else mask.untyped_storage(), _MADE, None)
+
+
+def write_whole(shard: Tensor, whole: Any) -> None:
+    """Write on the labels of a shard those of which it is a part."""
+    setattr(shard, _WHOLE, whole)
+
+
+def whole_of(x: Any) -> Any:
+    """Return the labels of which a tensor is the part of a shard; the value itself where nobody has noted any."""
+    return getattr(x, _WHOLE, x)
 
 
 def _rows(x: Tensor, num_rows: int, positions: int) -> tuple[int, ...] | None:

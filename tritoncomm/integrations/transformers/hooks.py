@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.integrations.changes import Changes, outdated, outdated_end
-from tritoncomm.integrations.transformers import losses, model_parts, recurrent_layers, rotary_tables
+from tritoncomm.integrations.transformers import forwards, losses, model_parts, recurrent_layers, rotary_tables
 from tritoncomm.integrations.transformers.batch_notes import BatchNotes, notes_of
 from tritoncomm.integrations.transformers.registration import check_bidirectional, registered, registration
 
@@ -161,7 +161,7 @@ class Switch:
         label = f"{self.name}: {type(model).__name__}"
         if registered[self.name].group.size() > 1 and (problem := model_parts.wrong_addition(model)):
             raise UnsupportedError(f"{label}: {problem}")
-        if recurrent_layers.is_inside(model):
+        if forwards.is_inside(model) or ((batch := forwards.whole_batch()) and batch.language_model() is not model):
             return None
         names = recurrent_layers.parameters_of(type(model))
         arguments = dict(zip(names, args, strict=False)) | kwargs
@@ -183,7 +183,7 @@ class Switch:
             check(self.name, model, arguments)
         if self._counting == "other" and notes.counted is not None:
             raise UnsupportedError(f"{label} numbers positions by its padding mask; pass position_ids to shard_batch")
-        recurrent_layers.enter_model(model, notes, ours.group.size() > 1)
+        forwards.enter_model(model, notes, ours.group.size() > 1)
         has_mask = kwargs.get("attention_mask") is not None or "attention_mask" not in names[len(args) :]
         if notes.documents is not None and not has_mask:
             # Else transformers looks for documents, too, and the masks of each would have those of all.
@@ -202,21 +202,21 @@ class Switch:
 
     def _end(self, model: Any, *_: Any) -> None:
         """Forget the batch of a forward, also where it has raised."""
-        recurrent_layers.exit_model(model)
+        forwards.exit_model(model)
 
     def _refuse_tower(self, tower: Any, _: Any) -> None:
         """Reject images and audio in a forward over shards."""
-        if self.name in registered and registered[self.name].group.size() > 1 and recurrent_layers.is_inside(tower):
+        if self.name in registered and registered[self.name].group.size() > 1 and forwards.is_inside(tower):
             raise UnsupportedError(
-                f"{self.name}: {type(tower).__name__}: images, videos and audio are not supported over sequence "
-                "shards; pass batches of text alone"
+                f"{self.name}: {type(tower).__name__}: images, videos and audio are no part of a shard; pass the whole "
+                "batch, model(**batch), without shard_batch"
             )
 
     def _watch_loss(self, paths: tuple[str, ...], is_plain: bool, module: Any, _: Any) -> None:
         """Watch what a forward does with its labels."""
         if self.name in registered and self.is_active(module):
             models = [module.get_submodule(path) for path in paths]
-            losses.watch(module, models, is_plain, recurrent_layers.is_running)
+            losses.watch(module, models, is_plain, forwards.is_running)
 
     def _check_loss(self, paths: tuple[str, ...], is_plain: bool, module: Any, _: Any, kwargs: Any, out: Any) -> None:
         """Reject a loss of which nobody knows that shards add up to it."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from tritoncomm.errors import UnsupportedError
+from tritoncomm.integrations.transformers.batch_notes import whole_of
 from tritoncomm.integrations.transformers.loss_terms import forward_of, loss_terms, source_text
 from tritoncomm.integrations.transformers.model_parts import outermost, outputs_of
 
@@ -250,7 +251,7 @@ def _is_changed(calls: list[LossCall], loss: Tensor) -> bool:
 
 def _is_same(x: Any, wanted: Any) -> bool:
     """Whether a value is the one that was given; nothing given, or nothing handed on, is no difference."""
-    if x is wanted or x is None or wanted is None:
+    if x is wanted or x is None or wanted is None or whole_of(x) is wanted:
         return True
     if not isinstance(x, Tensor) or not isinstance(wanted, Tensor):
         return bool(x == wanted)

@@ -27,9 +27,9 @@ from tritoncomm.integrations.transformers.sources import (
 )
 
 __all__ = [
-    "PROMPTS", "ROUTER_LOSS", "callers", "counts_unpadded", "has_attention", "language_parts", "learns_prompts",
-    "needs_switch", "outermost", "outputs_of", "running_model", "text_config", "towers", "unknown_part",
-    "wrong_addition", "wrong_attention", "wrong_part",
+    "PROMPTS", "ROUTER_LOSS", "callers", "counts_unpadded", "has_attention", "language_model_path", "language_parts",
+    "learns_prompts", "needs_switch", "outermost", "outputs_of", "running_model", "text_config", "towers",
+    "unknown_part", "wrong_addition", "wrong_attention", "wrong_part",
 ]  # fmt: skip
 
 _ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
@@ -59,7 +59,8 @@ def wrong_part(model: Any, attention: str, sharded: bool, sharded_layers: Collec
     config = text_config(model.config)
     parts = language_parts(model)
     classes = [type(module) for module in parts]
-    if attention == "sdpa" and not getattr(model, "_supports_sdpa", True) and calls_registry(classes):
+    has_sdpa = getattr(_language_model(model), "_supports_sdpa", True)
+    if attention == "sdpa" and not has_sdpa and calls_registry(classes):
         return "transformers says that it does not support 'sdpa'"
     if problem := _wrong_source(classes):
         return problem
@@ -265,6 +266,32 @@ def _language_model(outer: Any) -> Any:
     )
     language_model = next(takes_tokens, None)  # of a module of one's own around a model
     return outer if language_model is None else _language_model(language_model)
+
+
+def language_model_path(outer: Any) -> str | None:
+    """Return the path of the language model that a model around it calls with ``inputs_embeds=``; None without one.
+
+    It is the first callee with a config of its own.
+    """
+    path: list[str] = []
+    model = outer
+    while callee := _embedding_callee(model):
+        path.append(callee)
+        model = model.get_submodule(callee)
+        if model.config is not outer.config:
+            return ".".join(path)
+    return None
+
+
+def _embedding_callee(model: Any) -> str | None:
+    """Return the path of the model of transformers in a model that its forward calls with ``inputs_embeds=``."""
+    pretrained_model = importlib.import_module("transformers").PreTrainedModel
+    for name in _embedding_callees(inspect.unwrap(type(model).forward)):
+        part = getattr(model, name, None)
+        for path, module in part.named_modules(prefix=name) if isinstance(part, nn.Module) else ():
+            if isinstance(module, pretrained_model):  # a wrapper of peft may be around it
+                return path
+    return None
 
 
 @lru_cache(maxsize=256)

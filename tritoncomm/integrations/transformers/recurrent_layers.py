@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache, partial, wraps
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet, ref
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.integrations import changes
+from tritoncomm.integrations.transformers import forwards
 from tritoncomm.integrations.transformers.batch_notes import BatchNotes, notes_of
 from tritoncomm.integrations.transformers.recurrences import (
     FUSED,
@@ -33,33 +34,11 @@ from tritoncomm.integrations.transformers.recurrences import (
     unknown_of,
 )
 
-__all__ = [
-    "Functions", "documents", "enter_layer", "enter_model", "exit_layer", "exit_model", "is_inside", "is_running",
-    "keywords", "parameters_of", "recurrent_layers", "restore",
-    "whole_mask",
-]  # fmt: skip
+__all__ = ["Functions", "enter_layer", "exit_layer", "keywords", "parameters_of", "recurrent_layers", "restore"]
 
 
 _CACHES = ("cache", "cache_params", "past_key_values")  # names of one argument in 5.24, and in releases before
 _MASK = "create_recurrent_attention_mask"
-
-
-class _Forward(NamedTuple):
-    """Running forward of a model.
-
-    Attributes:
-        model: the outermost one, by a weak reference: an interrupt may keep the forward from ending.
-        notes: of the batch. Models hand its layer mask to the layers as the padding mask.
-        outer: forward of another model that this one runs in.
-        is_sharded: whether there are several ranks.
-        mask: padding mask of all positions; None without one, or where the model has it.
-    """
-
-    model: "ref[nn.Module]"
-    notes: BatchNotes
-    outer: "_Forward | None"
-    is_sharded: bool
-    mask: Tensor | None = None
 
 
 class _Layer:
@@ -92,15 +71,14 @@ class _Layer:
         self.is_in_exchange = False
 
 
-class _Running(threading.local):
-    """Forwards of a model and of a layer in this thread, the innermost of each."""
+class _RunningLayer(threading.local):
+    """Innermost forward of a layer in this thread."""
 
     def __init__(self) -> None:  # in every thread; torch.compile guards on the names that are there
-        self.forward: _Forward | None = None
         self.layer: _Layer | None = None
 
 
-_running = _Running()
+_running = _RunningLayer()
 _owners: "WeakSet[Functions]" = WeakSet()
 
 
@@ -154,65 +132,11 @@ class Functions:
         return Functions, (self.name, self._functions, self.is_released)
 
 
-def is_inside(model: nn.Module | None = None) -> bool:
-    """Whether the forward of a model that got its batch runs in this thread: of one that contains ``model``."""
-    forward = _forward()
-    if forward is None or model is None:
-        return forward is not None
-    outer: Any = forward.model()
-    return model is not outer and any(module is model for module in outer.modules())
-
-
-def enter_model(model: nn.Module, notes: BatchNotes, is_sharded: bool) -> None:
-    """Let the forward of a model in this thread hand the mask of a batch to its recurrent layers."""
-    _running.forward = _Forward(ref(model), notes, _forward(), is_sharded)
-
-
-def exit_model(model: nn.Module, *_: Any) -> None:
-    """Forget the batch of a forward, also where it has raised."""
-    forward = _running.forward
-    if forward is not None and forward.model() is model:
-        _running.forward = forward.outer
-
-
-def _forward() -> _Forward | None:
-    """Return the innermost running forward of a model; forget those that ended without their hooks."""
-    while _running.forward is not None and not is_running(_running.forward.model()):
-        _running.forward = _running.forward.outer
-    return _running.forward
-
-
 def _layer() -> _Layer | None:
     """Return the innermost running forward of a layer; forget those that ended without their hooks."""
-    while _running.layer is not None and not is_running(_running.layer.module()):
+    while _running.layer is not None and not forwards.is_running(_running.layer.module()):
         _running.layer = _running.layer.outer
     return _running.layer
-
-
-def is_running(module: nn.Module | None) -> bool:
-    """Whether a call of a module is on the stack of this thread.
-
-    Torch runs forward hooks with ``always_call`` after an ``Exception``, but not after KeyboardInterrupt, SystemExit or
-    GeneratorExit, so that a hook alone cannot tell. The call of a compiled module may have no frame.
-    """
-    if is_compiling():
-        return True
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "_call_impl" and frame.f_locals.get("self") is module and module is not None:
-            return True
-        # The frame of torch.compile, not that of torch.compiler.disable, which every checkpoint has.
-        if code.co_name == "compile_wrapper" and code.co_filename.endswith("_dynamo/eval_frame.py"):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def documents() -> list[list[int]] | None:
-    """Return the documents of the batch in this thread; None for one document, and outside of a model."""
-    forward = _forward()
-    return None if forward is None else forward.notes.documents
 
 
 def keywords(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -220,19 +144,11 @@ def keywords(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     # Where the model makes no mask for its layers, it hands down the one that it gets.
     # The classes of layers, and those that they are based on, as a parametrized one is.
     kinds = {kind.__module__ for layer in recurrent_layers(model) for kind in type(layer).__mro__}
-    forward = _running.forward
+    forward = forwards.innermost()
     if forward is None or any(hasattr(sys.modules.get(kind), _MASK) for kind in kinds):
         return {"use_cache": False, **kwargs}
-    _running.forward = forward._replace(mask=kwargs.get("attention_mask"))
+    forwards.keep_mask(kwargs.get("attention_mask"))
     return {"use_cache": False, **kwargs, "attention_mask": forward.notes.layer_mask}
-
-
-def whole_mask(mask: Tensor, label: str) -> Tensor | None:
-    """Return the padding mask of all positions where a model, which has that of its layers, hands that to attention."""
-    forward = _forward()
-    if forward is None or notes_of(mask, label) is None:
-        return mask
-    return None if forward.mask is None else forward.mask.to(mask.device, mask.dtype)
 
 
 def _mask_of_layers(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,9 +157,13 @@ def _mask_of_layers(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def mask(config: Any, *args: Any, **kwargs: Any) -> Any:
         # Checkpointing keeps arguments of layers, and they come in the recomputation, too; a global would not be right.
-        forward = _forward()
+        forward = forwards.innermost()
         model: Any = None if forward is None else forward.model()
-        if forward is not None and any(config is getattr(part, "config", None) for part in model.modules()):
+        if (
+            forward is not None
+            and forward.whole is None
+            and any(config is getattr(part, "config", None) for part in model.modules())
+        ):
             return forward.notes.layer_mask
         return original(config, *args, **kwargs)
 
@@ -259,7 +179,7 @@ def restore(names: Collection[str]) -> None:
             owned.add(owner.release)
     owned.undo()
     # Those that an interrupt has left have the group.
-    _forward()
+    forwards.innermost()
     _layer()
 
 
@@ -279,7 +199,7 @@ def _over_shards(module: str, name: str, original: Callable[..., Any]) -> Callab
     def over_shards(*args: Any, **kwargs: Any) -> Any:
         layer = _layer()
         if layer is None:
-            if not is_of_transformers and (forward := _forward()) is not None and forward.is_sharded:
+            if not is_of_transformers and (forward := forwards.innermost()) is not None and forward.is_sharded:
                 _checked_row(module, name, original, type(forward.model()))
             return original(*args, **kwargs)
         if layer.is_in_exchange:  # called by a function of ours, which has all positions

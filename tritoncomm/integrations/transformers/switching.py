@@ -10,10 +10,11 @@ import torch
 
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.integrations.changes import Changes
-from tritoncomm.integrations.transformers import losses, model_parts, recurrent_layers
+from tritoncomm.integrations.transformers import forwards, losses, model_parts, recurrent_layers
 from tritoncomm.integrations.transformers.attention import registries
 from tritoncomm.integrations.transformers.hooks import Switch, remove_unused, switches_of
 from tritoncomm.integrations.transformers.registration import registered
+from tritoncomm.integrations.transformers.whole_batches import WholeBatches
 
 __all__ = ["switch"]
 
@@ -48,7 +49,7 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
     if name not in registries()[0] and name != "eager" and (not has_attention or "/" not in name):  # a hub's
         raise ArgumentError(f"switch: transformers has no attention {name!r}, only {sorted(registries()[0])}")
     outer = model_parts.outermost(model.modules()) or model
-    if recurrent_layers.is_running(outer) or recurrent_layers.is_running(model):
+    if forwards.is_running(outer) or forwards.is_running(model):
         raise UnsupportedError(f"switch: a forward of {type(model).__name__} is running, and would compute with both")
     switches = switches_of(model)
     owners = [owner for owner in switches if owner.is_on]
@@ -73,6 +74,7 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
         if ours is not None:
             added = Switch(model, outer, name, has_attention)
             configs.add(added.undo)
+            WholeBatches.attach(outer, added)
             ours.verdicts.update(dict.fromkeys(model.modules(), ref(added)))
     # From the last to the first: what raises keeps none from running.
     ended.add(lambda: remove_unused(model.modules()))
@@ -97,7 +99,7 @@ def _copy_configs(changes: Changes, model: Any) -> None:
 
 def _set_attention(model: Any, name: str) -> None:
     """Write the attention ``name`` into the configs of a model, which ``_copy_configs`` has copied."""
-    model.set_attn_implementation(name)
+    model.set_attn_implementation(_implementations(model, name) if name in registered else name)
     if model.config._attn_implementation != name:  # transformers warns only
         raise UnsupportedError(f"switch: transformers cannot change the attention of {type(model).__name__}")
     config_class = importlib.import_module("transformers").PreTrainedConfig
@@ -110,3 +112,17 @@ def _set_attention(model: Any, name: str) -> None:
                     "a copy with another attention"
                 )
             config._attn_implementation = name
+
+
+def _implementations(model: Any, name: str) -> str | dict[str, str]:
+    """Return the attention for each config of a model: towers keep theirs, as they have all positions."""
+    towers = {id(getattr(part, "config", None)) for tower in model_parts.towers(model) for part in tower.modules()}
+    names = {"": name}
+    for key in model.config.sub_configs:
+        config: Any = getattr(model.config, key, None)
+        if config is not None and id(config) in towers:
+            current = config._attn_implementation
+            names[key] = registered[current].attention if current in registered else current
+        else:
+            names[key] = name
+    return names
