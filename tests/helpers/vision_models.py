@@ -1,9 +1,11 @@
 """Tiny random vision-language models, one of every kind that the installed transformers has, with batches of images."""
 
 import inspect
+import random
 import re
 from collections.abc import Iterator
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from tritoncomm.verify.transformers_models import small
 
-__all__ = ["LENGTH", "batch_of", "names", "tiny"]
+__all__ = ["LENGTH", "Form", "batch_of", "drawn_batch", "form_of", "names", "tiny"]
 
 LENGTH, PARAMETERS = 45, 20_000_000
 _TOKEN = re.compile(r"(image|video|audio|vision|img|boi|eoi).*_token.*_?(id|index)$")
@@ -175,36 +177,46 @@ def _images(model: Any, count: int, generator: torch.Generator) -> Iterator[dict
     yield {"pixel_values": patches, "pixel_attention_mask": torch.ones(count, grid * grid).int(), **further}
 
 
-def _with_tokens(model: Any, images: dict[str, Tensor], count: int, image: int, seed: int) -> dict[str, Tensor]:
-    """Return a batch of two rows with ``count`` tokens of an image in each, at other positions."""
-    ids = torch.randint(3, 70, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
-    ids[0, 3 : 3 + count] = image
-    ids[1, 7 : 7 + count] = image
+def _marked(model: Any, ids: Tensor, images: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a batch of these tokens, with what the model wants to know about which of them are of images."""
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **images}
     parameters = inspect.signature(type(model).forward).parameters
     for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
         if name in parameters:
-            batch[name] = (ids == image).int()
+            batch[name] = (ids == _image_token(model)).int()
     return batch
 
 
-def batch_of(model: Any, seed: int = 0) -> dict[str, Tensor]:
-    """Return two rows with an image in each, as many tokens as the model makes of it, and labels of words.
+def _image_token(model: Any) -> int:
+    values = (getattr(model.config, key, None) for key in _IMAGE)
+    token = next((value for value in values if value is not None), None)
+    if token is None:
+        raise ValueError("has no token of images")
+    return token
+
+
+class Form(NamedTuple):
+    """Form of images that a model takes: its place among those of ``_images``, and the tokens of an image."""
+
+    place: int
+    tokens: int
+
+
+def form_of(model: Any) -> Form:
+    """Find the form of images that a model takes, by what it says to others.
 
     Raises:
-        ValueError: the model takes none of the forms of images.
+        ValueError: it takes none.
     """
-    image = next((getattr(model.config, key) for key in _IMAGE if getattr(model.config, key, None) is not None), None)
-    if image is None:
-        raise ValueError("has no token of images")
-    errors = []
-    for images in _images(model, 2, torch.Generator().manual_seed(seed)):
+    image, errors = _image_token(model), []
+    for place, images in enumerate(_images(model, 2, torch.Generator().manual_seed(0))):
         count = 1
         for _ in range(2):
-            batch = _with_tokens(model, images, count, image, seed)
+            ids = torch.full((2, LENGTH), 5)
+            ids[:, 3 : 3 + count] = image
             try:
                 with torch.no_grad():
-                    model(**batch, use_cache=False)
+                    model(**_marked(model, ids, images), use_cache=False)
             except Exception as error:  # whatever a model says to images that it does not take
                 found = _FEATURES.search(str(error))
                 rows = int(found[1]) // 2 if found else 0
@@ -213,5 +225,50 @@ def batch_of(model: Any, seed: int = 0) -> dict[str, Tensor]:
                 if not 0 < count <= LENGTH - 7:
                     break
                 continue
-            return {**batch, "labels": batch["input_ids"].masked_fill(batch["input_ids"] == image, -100)}
+            return Form(place, count)
     raise ValueError(f"takes no images: {errors}")
+
+
+def batch_of(model: Any, seed: int = 0) -> dict[str, Tensor]:
+    """Return two rows with an image in each, at other positions, and labels of words."""
+    form, image = form_of(model), _image_token(model)
+    generator = torch.Generator().manual_seed(seed)
+    images = next(islice(_images(model, 2, generator), form.place, None))
+    ids = torch.randint(3, 70, (2, LENGTH), generator=generator)
+    ids[0, 3 : 3 + form.tokens] = image
+    ids[1, 7 : 7 + form.tokens] = image
+    return {**_marked(model, ids, images), "labels": ids.masked_fill(ids == image, -100)}
+
+
+def drawn_batch(model: Any, seed: int) -> dict[str, Tensor]:
+    """Return one to three rows of a drawn length, with no, one or several images anywhere, some side by side.
+
+    Padding is at the left, at the right, or nowhere; labels may have images' tokens, as those of TRL's collator.
+    """
+    form, image = form_of(model), _image_token(model)
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    parameters = inspect.signature(type(model).forward).parameters
+    step = form.tokens + ("image_grid_thw" in parameters)  # those tell images apart by a token between them
+    rows, length = draw.randint(1, 3), draw.randint(3 * step + 4, 3 * step + 21)
+    side = draw.choice(["left", "right", "none"])
+    ids = torch.randint(3, 70, (rows, length), generator=generator)
+    mask, count = torch.ones_like(ids), 0
+    for row in range(rows):
+        hidden = draw.randint(0, 3) if side != "none" else 0
+        free = length - hidden
+        if hidden:
+            mask[row, slice(None, hidden) if side == "left" else slice(free, None)] = 0
+        images = draw.choice([0, 1, 1, 2, 3])
+        gaps = sorted(draw.choice([0, draw.randint(0, free - 3 * step)]) for _ in range(images))
+        for index, gap in enumerate(gaps):
+            start = (hidden if side == "left" else 0) + gap + index * step
+            ids[row, start : start + form.tokens] = image
+        count += images
+    ids[mask == 0] = 0
+    forms = _images(model, count, generator) if count else iter([{}])
+    batch = _marked(model, ids, next(islice(forms, form.place if count else 0, None)))
+    batch["attention_mask"] = mask
+    hidden_labels = (mask == 0) | ((ids == image) & draw.choice([True, False]))
+    if side == "none" and draw.choice([True, False]):
+        del batch["attention_mask"]
+    return {**batch, "labels": ids.masked_fill(hidden_labels, -100)}

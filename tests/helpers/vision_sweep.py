@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm.errors import CommError
 from tritoncomm.integrations import transformers as ours
 
-__all__ = ["compare", "verdict"]
+__all__ = ["compare", "drawn_verdicts", "verdict"]
 
 LOGITS, GRADIENTS = 2e-5, 1e-4  # of the largest logit; of the largest gradient of a weight, if not tiny
 
@@ -43,16 +44,33 @@ def verdict(group: ProcessGroup, name: str, seed: int) -> str:
     return next((text for text in texts if text != "right"), "right")
 
 
-def compare(group: ProcessGroup, model: Any, reference: Any, batch: dict[str, Any], **options: Any) -> str:
+def drawn_verdicts(group: ProcessGroup, name: str, seeds: Sequence[int]) -> dict[int, str]:
+    """Return for each seed ``right`` or ``wrong: ...``, of a batch that it draws, on one model of a kind."""
+    from vision_models import drawn_batch, tiny  # imports transformers
+
+    model, reference = tiny(name), tiny(name)
+    verdicts = {}
+    try:
+        ours.switch(model, ours.register(group))
+        for seed in seeds:
+            model.zero_grad()
+            reference.zero_grad()
+            verdicts[seed] = compare(group, model, reference, drawn_batch(reference, seed))
+    finally:
+        ours.unregister()
+    return verdicts
+
+
+def compare(group: ProcessGroup, model: Any, reference: Any, batch: dict[str, Any]) -> str:
     """Compare logits of real positions, the loss and the gradients that the ranks add up to.
 
     Args:
         model: switched; gets the whole batch.
         reference: the same model in one process.
     """
-    whole = reference(**batch, use_cache=False, **options)
+    whole = reference(**batch, use_cache=False)
     whole.loss.backward()
-    part = model(**batch, use_cache=False, **options)
+    part = model(**batch, use_cache=False)
     part.loss.backward()
     run = -(-batch["input_ids"].shape[1] // group.size())
     real = whole.logits[:, group.rank() * run : (group.rank() + 1) * run]

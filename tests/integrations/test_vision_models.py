@@ -4,12 +4,26 @@ Logits, losses and gradients against one process. ``make test-models`` runs ever
 image and text to text; elsewhere those that differ in what they hand to their language model run.
 """
 
+import copy
 import importlib.util
+import io
+from collections.abc import Callable
 from importlib import metadata
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from pool import Pool
-from vision_sweep import verdict
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from vision_sweep import compare, drawn_verdicts, verdict
+
+from tritoncomm.errors import ArgumentError, CommError, MismatchError, ShapeError, UnsupportedError
+from tritoncomm.integrations import transformers as ours
+from tritoncomm.integrations.transformers import forwards, whole_batches
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -69,3 +83,212 @@ def all_names() -> list[str]:
 @pytest.mark.parametrize("name", all_names())
 def test_every_model(pool: Pool, name: str, world: int) -> None:
     check(pool, name, world, 1)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("name", ["gemma3", "llava", "qwen3_5", "qwen3_vl"])
+def test_drawn_batches(pool: Pool, name: str, world: int) -> None:
+    """Images that begin, end and span shards, several in a row, none on a rank, text alone; padding at either side."""
+    seeds = range(8 * world, 8 * world + 8)
+    assert set(pool.run(drawn_verdicts, name, seeds, world=world)[0].values()) == {"right"}
+
+
+class Switched:
+    """A switched model, a twin in one process, and a batch of two images."""
+
+    def __init__(self, group: ProcessGroup, name: str = "qwen3_vl") -> None:
+        from vision_models import batch_of, tiny  # imports transformers
+
+        self.group, self.model = group, tiny(name)
+        self.batch, self.twin = batch_of(self.model), copy.deepcopy(self.model)
+        ours.switch(self.model, ours.register(group))
+
+    def check(self, model: Any = None, twin: Any = None, **more: Any) -> None:
+        """Compare with the twin, on the batch with further entries, or without those that are None."""
+        batch = {key: x for key, x in {**self.batch, **more}.items() if x is not None}
+        found = compare(self.group, self.model if model is None else model, twin or self.twin, batch)
+        assert found == "right", found
+
+    def part_of(self, whole: Tensor, like: Tensor) -> Tensor:
+        """This rank's positions, without padding."""
+        run = like.shape[1]
+        return whole[:, self.group.rank() * run : (self.group.rank() + 1) * run]
+
+
+@pytest.mark.ranks(2)
+def test_copies_and_the_way_back(group: ProcessGroup) -> None:
+    """Copies are switched, too; a model that is switched back generates as if nothing had been."""
+    try:
+        it = Switched(group)
+        it.check(copy.deepcopy(it.model), copy.deepcopy(it.twin))
+        file = io.BytesIO()
+        torch.save(it.model, file)
+        file.seek(0)
+        it.check(torch.load(file, weights_only=False), copy.deepcopy(it.twin))
+        assert it.model.config.vision_config._attn_implementation == "sdpa"
+        assert it.model.config.text_config._attn_implementation == "tritoncomm_ulysses"
+        it.check()
+        ours.switch(it.model, "sdpa")
+        prompt = {key: x for key, x in it.batch.items() if key != "labels"}
+        tokens = [model.generate(**prompt, max_new_tokens=5, do_sample=False) for model in (it.model, it.twin)]
+        assert torch.equal(*tokens)
+        for module in it.model.modules():
+            assert not module._forward_pre_hooks
+            assert not module._forward_hooks
+    finally:
+        ours.unregister()
+
+
+@pytest.mark.ranks(2)
+def test_ways_to_call_and_to_train(group: ProcessGroup) -> None:
+    """Base model, positions of arguments, embeddings, checkpoints, adapters, DDP, FSDP2, bf16, packed rows."""
+    from peft import LoraConfig, get_peft_model
+
+    try:
+        it = Switched(group)
+        it.check()
+        ids, mask = it.batch["input_ids"], it.batch["attention_mask"]
+        images = {key: x for key, x in it.batch.items() if key not in ("input_ids", "attention_mask", "labels")}
+        with torch.no_grad():
+            found = it.model.model(ids, mask, **images, use_cache=False).last_hidden_state
+            wanted = it.part_of(it.twin.model(ids, mask, **images, use_cache=False).last_hidden_state, found)
+            assert (found[:, : wanted.shape[1]] - wanted).abs().max() < 2e-5
+            text = {"input_ids": ids.clamp(max=70), "attention_mask": mask}
+            found = it.model(**ours.shard_batch(text, group), use_cache=False).logits
+            wanted = it.part_of(it.twin(**text, use_cache=False).logits, found)
+            assert (found[:, : wanted.shape[1]] - wanted).abs().max() < 2e-5
+        for is_reentrant in (False, True):
+            it = refreshed(it, group)
+            for model in (it.model, it.twin):
+                model.train()
+                model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+            it.check()
+        it = refreshed(it, group)
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        torch.manual_seed(0)
+        adapted = get_peft_model(it.model, config)
+        torch.manual_seed(0)
+        it.check(adapted, get_peft_model(it.twin, config))
+        for wrap in (data_parallel, fully_sharded):
+            it = refreshed(it, group)
+            wrapped = wrap(it.model, group)
+            (wrapped(**it.batch, use_cache=False).loss * group.size()).backward()
+            it.twin(**it.batch, use_cache=False).loss.backward()
+            for (name, mine), other in zip(it.model.named_parameters(), it.twin.parameters(), strict=True):
+                if other.grad is not None:
+                    grad: Any = mine.grad
+                    grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+                    assert (grad - other.grad).abs().max() <= 1e-4 * other.grad.abs().max().clamp(min=1e-3), name
+        it = refreshed(it, group)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = it.model(**it.batch, use_cache=False).loss.detach()
+            dist.all_reduce(loss, group=group)
+            assert abs(loss - it.twin(**it.batch, use_cache=False).loss) < 1e-2
+        it = refreshed(it, group, "llava")
+        it.check(something=torch.ones(2, 45))  # which nothing reads
+        positions = torch.arange(45).expand(2, 45).clone()
+        positions[:, 25:] -= 25
+        labels = it.batch["labels"].clone()
+        labels[:, 25] = -100  # which one process would predict from the document before
+        it = refreshed(it, group, "llava")
+        it.check(attention_mask=None, position_ids=positions, labels=labels)
+        embeddings = it.twin.get_input_embeddings()(it.batch["input_ids"]).detach()
+        batch = {"inputs_embeds": embeddings, "labels": it.batch["labels"]}
+        loss = it.model(**batch, use_cache=False).loss.detach()
+        dist.all_reduce(loss, group=group)
+        assert abs(loss - it.twin(**batch, use_cache=False).loss) < 1e-5
+    finally:
+        ours.unregister()
+
+
+def refreshed(it: Switched, group: ProcessGroup, name: str = "qwen3_vl") -> Switched:
+    """Other models, once those before are switched back."""
+    ours.unregister()
+    return Switched(group, name)
+
+
+def data_parallel(model: Any, group: ProcessGroup) -> Any:
+    """A model of which DDP averages the gradients."""
+    return nn.parallel.DistributedDataParallel(model, process_group=group)
+
+
+def fully_sharded(model: Any, group: ProcessGroup) -> Any:
+    """A model that FSDP2 shards by layer and block."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in (*model.model.language_model.layers, *model.model.visual.blocks):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+class Marked(nn.Module):
+    """A layer of somebody's own, that reads an argument of the whole model."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states: Tensor, marks: Tensor | None = None, **more: Any) -> Any:
+        hidden_states = hidden_states if marks is None else hidden_states + marks[..., None]
+        return self.layer(hidden_states, **more)
+
+
+@pytest.mark.ranks(2)
+def test_refusals(group: ProcessGroup) -> None:
+    """On every rank by name; a forward that raised leaves nothing behind."""
+    try:
+        it = Switched(group)
+        prompt = {key: x for key, x in it.batch.items() if key != "labels"}
+        other = {**it.batch, "input_ids": it.batch["input_ids"] + group.rank() * (it.batch["input_ids"] < 50)}
+        text = {"input_ids": prompt["input_ids"].clamp(max=70)}
+        lost = {key: x.clone() for key, x in ours.shard_batch(text, group).items()}
+        cases: list[tuple[type[CommError], str, Callable[[], Any]]] = [
+            (UnsupportedError, "a key/value cache is not supported", 
+             lambda: it.model.generate(**prompt, max_new_tokens=2)),
+            (UnsupportedError, "logits_to_keep counts", lambda: it.model(**it.batch, logits_to_keep=1)),
+            (ArgumentError, "needs input_ids", lambda: it.model(attention_mask=it.batch["attention_mask"])),
+            (ShapeError, "labels .* need the shape", lambda: it.model(**prompt, labels=prompt["input_ids"][:, 1:])),
+            (MismatchError, "different batches", lambda: it.model(**lost)),
+            (UnsupportedError, "a model of images, videos or audio takes", lambda: ours.shard_batch(prompt, group)),
+            (UnsupportedError, "images, videos and audio are no part of a shard",
+             lambda: it.model(**ours.shard_batch(text, group), **{key: prompt[key] for key in prompt if "image" in key},
+                              pixel_values=prompt["pixel_values"])),
+        ]  # fmt: skip
+        it.check()
+        for error, words, call in cases:
+            with pytest.raises(error, match=words):
+                call()
+            assert forwards.innermost() is None
+        whole_batches._compared.clear()
+        with pytest.raises(MismatchError, match="different batches"):
+            it.model(**other)
+        it = refreshed(it, group)
+        it.check()
+        it = refreshed(it, group, "llava")
+        it.model.model.language_model.layers[0] = Marked(it.model.model.language_model.layers[0])
+        ours.switch(it.model, "sdpa")
+        ours.switch(it.model, "tritoncomm_ulysses", unverified=True)
+        with pytest.raises(UnsupportedError, match=r"marks=\[\[2, 45\]\]: nobody knows which of it belongs"):
+            it.model(**it.batch, marks=torch.ones(2, 45), use_cache=False)
+        it = refreshed(it, group, "llava")
+        it.model.set_attn_implementation("tritoncomm_ulysses")  # its towers, too
+        with pytest.raises(UnsupportedError, match="SiglipAttention is outside of the language model"):
+            it.model(**it.batch, use_cache=False)
+    finally:
+        ours.unregister()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+def test_compiled_models(group: ProcessGroup, name: str) -> None:
+    """The whole model, and its layers alone."""
+    try:
+        it = Switched(group, name)
+        it.model.compile(backend="aot_eager")
+        it.check()
+        it = refreshed(it, group, name)
+        for layer in it.model.model.language_model.layers:
+            layer.compile(backend="aot_eager")
+        it.check()
+    finally:
+        torch.compiler.reset()
+        ours.unregister()

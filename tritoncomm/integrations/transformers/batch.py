@@ -19,7 +19,7 @@ from tritoncomm.integrations.transformers.batch_notes import BatchNotes, write_n
 
 __all__ = [
     "BOUNDARIES", "IGNORED", "CountedLabels", "NotedPositions", "ShardSpan", "check_same", "counted_labels",
-    "documents_of", "next_labels", "noted_positions", "shard_batch",
+    "documents_of", "is_text", "next_labels", "noted_positions", "shard_batch", "text_of",
 ]  # fmt: skip
 
 IGNORED = -100
@@ -188,6 +188,16 @@ def counted_labels(batch: Mapping[str, Any], documents: list[list[int]] | None, 
             "shift_labels"
         )
     return CountedLabels(labels, (labels != IGNORED).sum() if items is None else items)
+
+
+def is_text(batch: Mapping[str, Any]) -> bool:
+    """Whether ``shard_batch`` knows all entries of a batch: none is of images, and none says which tokens are."""
+    return batch.keys() <= {*_SHARDED, *BOUNDARIES, "num_items_in_batch"}
+
+
+def text_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a batch that ``shard_batch`` knows."""
+    return {key: x for key, x in batch.items() if is_text({key: x})}
 
 
 def next_labels(batch: Mapping[str, Any]) -> Tensor | None:

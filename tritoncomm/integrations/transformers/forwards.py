@@ -11,8 +11,8 @@ from torch.compiler import is_compiling
 from tritoncomm.integrations.transformers.batch_notes import BatchNotes, notes_of
 
 __all__ = [
-    "ModelForward", "WholeBatch", "documents", "enter_model", "enter_whole", "exit_model", "innermost", "is_inside",
-    "is_running", "keep_mask", "whole_batch", "whole_mask",
+    "ModelForward", "WholeBatch", "documents", "enter_model", "enter_whole", "exit_model", "hand_on", "innermost",
+    "is_inside", "is_running", "keep_mask", "whole_batch", "whole_mask",
 ]  # fmt: skip
 
 
@@ -23,11 +23,13 @@ class WholeBatch(NamedTuple):
         language_model: by a weak reference.
         shape: rows and positions of all ranks, ``(b, S)``.
         documents: global starts of packed documents, of each row; None for one document in each.
+        is_handed_on: whether the language model has got its part.
     """
 
     language_model: "ref[nn.Module]"
     shape: tuple[int, int]
     documents: list[list[int]] | None
+    is_handed_on: bool = False
 
 
 class ModelForward(NamedTuple):
@@ -83,6 +85,13 @@ def enter_model(model: nn.Module, notes: BatchNotes, is_sharded: bool) -> None:
 def enter_whole(model: nn.Module, batch: WholeBatch) -> None:
     """Let the forward of a model in this thread get a whole batch."""
     _running.forward = ModelForward(ref(model), BatchNotes(), innermost(), is_sharded=False, whole=batch)
+
+
+def hand_on() -> None:
+    """Note that the language model has got its part of a whole batch."""
+    forward = _running.forward
+    if forward is not None and forward.whole is not None:
+        _running.forward = forward._replace(whole=forward.whole._replace(is_handed_on=True))
 
 
 def exit_model(model: nn.Module, *_: Any) -> None:

@@ -17,7 +17,7 @@ from tritoncomm.integrations.transformers import forwards, losses, model_parts, 
 from tritoncomm.integrations.transformers.batch_notes import BatchNotes, notes_of
 from tritoncomm.integrations.transformers.registration import check_bidirectional, registered, registration
 
-__all__ = ["Followers", "Switch", "Untraced", "remove_unused", "switches_of"]
+__all__ = ["Followers", "Switch", "Untraced", "check_callers", "remove_unused", "switches_of"]
 
 _OUTDATED = {"tritoncomm_registered", "tritoncomm_rotary"}  # attributes
 
@@ -34,7 +34,7 @@ class Switch:
         functions: owner of those of recurrent layers, and of packages; None without any.
     """
 
-    _has_recurrent = True  # in models that an earlier release has saved
+    _has_recurrent, _takes_whole = True, False  # in models that an earlier release has saved
 
     def __init__(self, model: nn.Module, outer: Any, name: str, has_attention: bool) -> None:
         """Add the hooks to a model, and to the outermost model of transformers in it.
@@ -48,6 +48,7 @@ class Switch:
         self._is_composite = model_parts.text_config(outer.config) is not outer.config
         self._is_causal = all(getattr(module, "is_causal", True) for module in parts)
         self._counting = model_parts.counts_unpadded(outer)
+        self._takes_whole = model_parts.language_model_path(outer) is not None
         layers = recurrent_layers.recurrent_layers(outer)
         self._parts = _JudgedParts(name, has_attention)
         self._changes = Changes()
@@ -142,7 +143,7 @@ class Switch:
     def _traced(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a hook of a model as torch.compile shall see it."""
         # A graph would keep the state of this thread that it was traced with; layers are traced by themselves.
-        return hook if self.functions is None else Untraced(hook)
+        return hook if self.functions is None and not self._takes_whole else Untraced(hook)
 
     def _check_batch(self, model: Any, args: Any, kwargs: Any) -> None:
         """Reject a batch that the model would take wrongly."""
@@ -161,7 +162,8 @@ class Switch:
         label = f"{self.name}: {type(model).__name__}"
         if registered[self.name].group.size() > 1 and (problem := model_parts.wrong_addition(model)):
             raise UnsupportedError(f"{label}: {problem}")
-        if forwards.is_inside(model) or ((batch := forwards.whole_batch()) and batch.language_model() is not model):
+        batch = forwards.whole_batch()
+        if forwards.is_inside(model) or (batch is not None and not batch.is_handed_on):
             return None
         names = recurrent_layers.parameters_of(type(model))
         arguments = dict(zip(names, args, strict=False)) | kwargs
@@ -177,9 +179,9 @@ class Switch:
         if notes is None:
             notes = BatchNotes().complete(torch.ones(1, 1), None)
         _check_rows(label, notes, arguments)
-        if ours.group.size() > 1 and not is_compiling():
+        if ours.group.size() > 1 and not is_compiling() and batch is None:
             # Between graphs torch.compile would trace the check, which reads source.
-            check: Any = torch.compiler.disable(_check_callers) if "torch._dynamo" in sys.modules else _check_callers
+            check: Any = torch.compiler.disable(check_callers) if "torch._dynamo" in sys.modules else check_callers
             check(self.name, model, arguments)
         if self._counting == "other" and notes.counted is not None:
             raise UnsupportedError(f"{label} numbers positions by its padding mask; pass position_ids to shard_batch")
@@ -375,7 +377,7 @@ def _check_rows(label: str, notes: BatchNotes, arguments: dict[str, Any]) -> Non
         )
 
 
-def _check_callers(name: str, model: Any, arguments: dict[str, Any]) -> None:
+def check_callers(name: str, model: Any, arguments: dict[str, Any]) -> None:
     """Reject labels for modules around a model that may add to its loss, unless hooks of theirs watch the loss."""
     around = list(model_parts.callers(model))
     if all(names.get("labels") is None for names in (arguments, *(names for _, names in around))):

@@ -4,9 +4,10 @@ The outer model embeds all tokens, runs its towers, scatters features and number
 model with ``inputs_embeds=``, a hook takes this rank's positions of every argument that has the sequence.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -30,7 +31,7 @@ from tritoncomm.integrations.transformers.batch import (
     noted_positions,
 )
 from tritoncomm.integrations.transformers.batch_notes import notes_of, write_whole
-from tritoncomm.integrations.transformers.hooks import Followers, Switch, Untraced
+from tritoncomm.integrations.transformers.hooks import Followers, Switch, Untraced, check_callers
 from tritoncomm.integrations.transformers.recurrent_layers import parameters_of, recurrent_layers
 from tritoncomm.integrations.transformers.registration import registered
 
@@ -94,12 +95,16 @@ class WholeBatches(Followers):
             raise ArgumentError(f"{label}: a batch needs input_ids, a tensor [batch, sequence]")
         shape = int(tokens.shape[0]), int(tokens.shape[1])
         _check_same(label, arguments, group)
-        batch = {**arguments, "input_ids": tokens}
+        check_callers(self.switch.name, model, arguments)
+        of_tokens = tokens if tokens.dim() == 2 else tokens[..., 0]  # for their rows and positions
+        batch = {**arguments, "input_ids": of_tokens}
         documents = documents_of(batch, label) if arguments.get("attention_mask") is None else None
         counted = counted_labels(batch, documents, label)
         if counted is not None and tuple(counted.labels.shape) != shape:
             got = list(counted.labels.shape)
             raise ShapeError(f"{label}: labels {got} need the shape of input_ids, {list(shape)}")
+        if counted is not None and not _takes_shift_labels(type(model)):
+            raise UnsupportedError(f"{label} takes no shift_labels; leave labels out, and compute the loss from logits")
         forwards.enter_whole(model, forwards.WholeBatch(ref(model.get_submodule(path)), shape, documents))
         if counted is None:
             return None
@@ -126,13 +131,20 @@ class WholeBatches(Followers):
             )
         if any(map(_has_states, (arguments.get("past_key_values"), arguments.get("cache_params")))):
             raise UnsupportedError(f"{label}: {_CACHE}")
-        return (), {
-            **arguments,
-            **_shard_of(label, model, arguments, batch, ShardSpan.of(batch.shape[1], group), group),
-        }
+        span = ShardSpan.of(batch.shape[1], group)
+        arguments |= _shard_of(label, model, arguments, batch, span, group)
+        forwards.hand_on()
+        return (), arguments
 
 
 _CACHE = "a key/value cache is not supported; pass use_cache=False, and generate after switch(model, 'sdpa')"
+
+
+@lru_cache(maxsize=64)
+def _takes_shift_labels(kind: type[nn.Module]) -> bool:
+    """Whether a forward takes labels that are shifted, by name or among further keywords."""
+    parameters = inspect.signature(kind.forward).parameters
+    return "shift_labels" in parameters or any(x.kind is x.VAR_KEYWORD for x in parameters.values())
 
 
 def _is_tensor(x: Any) -> bool:

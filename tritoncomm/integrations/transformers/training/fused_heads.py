@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.integrations.changes import Changes
-from tritoncomm.integrations.transformers.batch import shard_batch
+from tritoncomm.integrations.transformers import model_parts
+from tritoncomm.integrations.transformers.batch import is_text, shard_batch, text_of
 from tritoncomm.integrations.transformers.batch_notes import notes_of
 from tritoncomm.integrations.transformers.hooks import Followers, Switch
 from tritoncomm.integrations.transformers.model_parts import outermost
@@ -107,6 +108,12 @@ class WholeOutputs(Followers):
             raise ArgumentError(f"{label}: a call of the fused head needs keywords, among them labels")
         # A tensor that shard_batch does not know may be one of all positions, and is refused.
         batch = {name: x for name, x in kwargs.items() if isinstance(x, Tensor) or name == "num_items_in_batch"}
+        if not is_text(batch) and model_parts.language_model_path(outermost(model.modules())) is not None:
+            names = ", ".join(batch.keys() - text_of(batch).keys())
+            raise UnsupportedError(
+                f"{label}: {names}: preferences over images are not supported over sequence shards; SFTTrainer takes "
+                "batches with images"
+            )
         shard = shard_batch(batch, group)
         self._call = _FusedCall(label, group, batch["input_ids"].shape[1], shard.pop("num_items_in_batch"))
         options = {name: x for name, x in kwargs.items() if name not in batch}

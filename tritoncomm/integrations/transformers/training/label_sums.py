@@ -1,6 +1,7 @@
 """Losses that are sums over labels: each rank has those of its positions, and the losses of a group add up."""
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,9 @@ from torch import Tensor
 
 from tritoncomm.core import eager
 from tritoncomm.errors import ArgumentError, UnsupportedError
-from tritoncomm.integrations.transformers.batch import next_labels, shard_batch
+from tritoncomm.integrations.changes import Changes
+from tritoncomm.integrations.transformers import model_parts
+from tritoncomm.integrations.transformers.batch import is_text, next_labels, shard_batch, text_of
 from tritoncomm.integrations.transformers.training.fused_heads import checked_head, has_fused_heads
 from tritoncomm.integrations.transformers.training.strategy import Prediction, Strategy
 
@@ -28,8 +31,14 @@ class LabelSums(Strategy):
         return {
             "compute_loss_func": trainer.compute_loss_func is not None,
             "label_smoothing_factor": trainer.label_smoother is not None,
-            "a model without num_items_in_batch": not trainer.model_accepts_loss_kwargs,
+            "a model without num_items_in_batch": not trainer.model_accepts_loss_kwargs and not self._takes_count(),
         }
+
+    def _takes_count(self) -> bool:
+        """Whether the model's forward takes ``num_items_in_batch``, whatever its class tells ``Trainer``."""
+        model: Any = model_parts.outermost(self._trainer.model.modules())
+        parameters = inspect.signature(type(model).forward).parameters
+        return "num_items_in_batch" in parameters or any(x.kind is x.VAR_KEYWORD for x in parameters.values())
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -70,10 +79,11 @@ class LabelSums(Strategy):
     def compute_loss(
         self, compute: Callable[..., Any], model: Any, inputs: Mapping[str, Any], return_outputs: bool, num_items: Any
     ) -> Any:
-        shard = shard_batch(inputs, self._group)
+        takes_whole = self._takes_whole(inputs)
+        shard = shard_batch(text_of(inputs) if takes_whole else inputs, self._group)
         if "labels" not in shard:
             raise ArgumentError(f"{self._label}: a batch needs labels, only {', '.join(inputs)} are there")
-        if num_items is None:  # as `Trainer` counts them if every group has as many labels
+        if num_items is None:  # a mean of this batch: as `Trainer` counts them if every group has as many labels
             ranks, size = self._trainer.accelerator.num_processes, self._group.size()
             lanes = ranks // size if self._trainer.args.average_tokens_across_devices else 1 / size
             num_items = shard["num_items_in_batch"] * lanes
@@ -81,8 +91,23 @@ class LabelSums(Strategy):
         mask = shard.pop("attention_mask", None)
         if inputs.get("attention_mask") is not None:
             shard["attention_mask"] = self._shard_of(mask)
-        with self.step():
-            return compute(_Sharded(self, model, mask), shard, return_outputs, num_items)
+        for_model = {} if mask is None else {"attention_mask": mask}
+        if takes_whole:  # it shards the text itself
+            whole = {**text_of(inputs), "shift_labels": next_labels(inputs)}
+            for_model = {**dict.fromkeys(shard.keys() - {"num_items_in_batch"}), **whole}
+            shard = {**inputs, **shard}
+        with self.step(), Changes() as counted:
+            # Models that want a mean of each batch get its count, too, or each rank would divide by its own labels.
+            counted.set_attribute(self._trainer, "model_accepts_loss_kwargs", True)
+            result = compute(_Sharded(self, model, for_model), shard, return_outputs, num_items)
+            counted.undo()
+            return result
+
+    def _takes_whole(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether the model gets the whole batch: one around a language model does, unless it is of text alone."""
+        if self._group.size() == 1 or is_text(inputs):
+            return False
+        return model_parts.language_model_path(model_parts.outermost(self._trainer.model.modules())) is not None
 
     def refuse_further_losses(self, outputs: Any) -> None:
         """Reject outputs with a loss besides the one that is a mean over labels: it would be of this rank's tokens."""
@@ -102,7 +127,8 @@ class LabelSums(Strategy):
         length = inputs["input_ids"].shape[1]
         callee = model
         if any(inputs.get(name) is None for name in self._trainer.label_names):  # `Trainer` calls no compute_loss then
-            callee = lambda **batch: model(**shard_batch(batch, self._group))  # noqa: E731
+            takes_whole = self._takes_whole(inputs)
+            callee = lambda **batch: model(**(batch if takes_whole else shard_batch(batch, self._group)))  # noqa: E731
         with self.step():
             loss, logits, labels = predict(callee, inputs, only_loss, ignore_keys)
         if loss is not None:
@@ -127,15 +153,23 @@ class LabelSums(Strategy):
 
 
 class _Sharded:
-    """Model as classes behind the mixin call it: with the mask of all positions, and with outputs that are checked."""
+    """Model as classes behind the mixin call it, with shards: the model gets other entries, and outputs are checked.
 
-    def __init__(self, strategy: LabelSums, model: Any, mask: Tensor | None) -> None:
-        self._strategy, self._model, self._mask = strategy, model, mask
+    Args:
+        for_model: entries that the model gets instead, such as the mask of all positions; None for none. Entries that
+            a class leaves out, such as labels, stay left out.
+    """
+
+    def __init__(self, strategy: LabelSums, model: Any, for_model: Mapping[str, Any]) -> None:
+        self._strategy, self._model, self._for_model = strategy, model, for_model
 
     def __call__(self, **inputs: Any) -> Any:
-        """Call the model; the mask in ``inputs`` is of this rank's positions."""
-        if self._mask is not None:
-            inputs["attention_mask"] = self._mask
+        """Call the model with its own entries."""
+        for name, x in self._for_model.items():
+            if x is None:
+                inputs.pop(name, None)
+            elif name in inputs or name == "attention_mask":
+                inputs[name] = x
         with self._strategy.head_of(bool(inputs.get("fused_lm_head"))):
             outputs = self._model(**inputs)
         self._strategy.refuse_further_losses(outputs)
