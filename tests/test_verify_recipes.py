@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import vision_mistakes
 from hybrid_mistakes import MISTAKES, make
 from pool import Pool
 from verify_recipes import FAULTS, OF_TORCH, OF_TRL, RECIPES, Fault, run_in_job, run_recipe, summing_gather, written
@@ -33,7 +34,7 @@ def test_recipes_are_short_and_on_the_page() -> None:
         assert len(path.read_text().splitlines()) <= 40, path
         assert f"examples/{path.name}" in page
     assert len(FAULTS) >= 20
-    assert {fault.recipe for fault in FAULTS} == set(RECIPES) - {"hybrid"}  # whose faults are MISTAKES
+    assert {fault.recipe for fault in FAULTS} == set(RECIPES) - {"hybrid", "vision"}  # whose faults are MISTAKES
 
 
 def reported(
@@ -118,6 +119,20 @@ def test_mistakes_of_other_implementations_of_recurrent_layers(job: tuple[Pool, 
         wrong += [] if report.equal else [f"{family}: {report}"]
     padded = reported(job, "hybrid", MISTAKES["padding as content"].fault)
     assert not wrong + ([] if padded.equal else [f"padded: {padded}"]), "\n\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", [*vision_mistakes.MISTAKES, ""])
+def test_mistakes_of_other_implementations_of_vision_language_models(job: tuple[Pool, int], name: str) -> None:
+    pytest.importorskip("transformers")
+    pool, world = job
+    if not name:
+        assert not silent(job, ["vision"])
+        return
+    mistake, made = vision_mistakes.MISTAKES[name], partial(vision_mistakes.make, name)
+    (report, *others) = pool.run(run_recipe, "vision", mistake.fault, made, world=world, timeout=120)
+    assert all(each == report for each in others)
+    assert report.first == mistake.first, str(report)
+    assert mistake.words in str(report)
 
 
 @pytest.mark.slow

@@ -26,7 +26,17 @@ __all__ = ["FAULTS", "OF_TORCH", "OF_TRL", "RECIPES", "Fault", "run_in_job", "ru
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OF_TORCH = ("ddp", "fsdp2", "parallelize_module", "pipelining", "shared_expert", "tensor_parallel")
 OF_TRL = ("dpo",)  # which tools/outside runs, with TRL
-RECIPES = (*OF_TORCH, "unchanged", "transformers", "hybrid", "log_probs", "experts", "accelerate", "deepspeed")
+RECIPES = (
+    *OF_TORCH,
+    "unchanged",
+    "transformers",
+    "hybrid",
+    "vision",
+    "log_probs",
+    "experts",
+    "accelerate",
+    "deepspeed",
+)
 
 
 class Fault(NamedTuple):

@@ -48,9 +48,12 @@ _OWN: dict[str, dict[str, Any]] = {
         }
     },
     "dots3_note": {"text_config": {"per_layer_config": {}}},
-    "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [32, 32]}},
+    "ernie4_5_vl_moe": {
+        "text_config": {"moe_intermediate_size": [32, 32], "rope_parameters": _MROPE | {"mrope_section": [3, 3, 2]}}
+    },
     "gemma4": {
-        "text_config": {"global_head_dim": 32, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 96}
+        "text_config": {"global_head_dim": 32, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 96},
+        "vision_config": {"model_type": "gemma4_vision", "pooling_kernel_size": 2},
     },
     "gemma3": {"mm_tokens_per_image": 4},
     "glm46v": _TEXT_MROPE,
@@ -58,6 +61,13 @@ _OWN: dict[str, dict[str, Any]] = {
     "glm4v_moe": _HALF_MROPE,
     "glm_ocr": _TEXT_MROPE,
     "glmga": _TEXT_MROPE,
+    "granite4_vision": {
+        **_TILES,
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 128, "num_attention_heads": 4},
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[0, 1], [1, 2]],
+        "spatial_target_layers": [0, 1, 2, 3],
+    },
     "hunyuan_vl": _TEXT_MROPE,
     "idefics2": {"perceiver_config": {"resampler_n_latents": 4, "resampler_n_heads": 4, "resampler_head_dim": 16}},
     "instructblip": {"image_token_index": _FIRST_TOKEN, "num_query_tokens": 4},
@@ -111,7 +121,7 @@ def _config(kind: type[Any], own: dict[str, Any]) -> Any:
     own = dict(own)
     for key in kind.sub_configs:
         inner = fields.get(key)
-        if isinstance(inner, PreTrainedConfig):
+        if isinstance(inner, PreTrainedConfig) or "model_type" in own.get(key, {}):
             of_inner = dict(own.pop(key, {}))
             inner_kind = CONFIG_MAPPING[of_inner.pop("model_type")] if "model_type" in of_inner else type(inner)
             settings[key] = _config(inner_kind, of_inner)
@@ -174,6 +184,8 @@ def _images(model: Any, count: int, generator: torch.Generator) -> Iterator[dict
     for tiles in (1, 2, 3):
         yield {"pixel_values": torch.randn(count, tiles, 3, side, side, generator=generator), **further}
     patches = torch.randn(count, grid * grid, 3 * patch * patch, generator=generator)
+    places = torch.cartesian_prod(torch.arange(grid), torch.arange(grid)).flip(-1).expand(count, -1, 2)
+    yield {"pixel_values": patches, "image_position_ids": places, **further}
     yield {"pixel_values": patches, "pixel_attention_mask": torch.ones(count, grid * grid).int(), **further}
 
 

@@ -103,7 +103,7 @@ def _gradients(group: ProcessGroup, model: Any, reference: Any) -> tuple[float, 
         total: Tensor = torch.zeros_like(weight) if grad is None else grad.clone()
         dist.all_reduce(total, group=group)
         if grad is None and expected is not None:
-            return float("inf"), f"{name}, which has none"
+            worst = max(worst, (float("inf"), f"{name}, which has none"))
         expected = torch.zeros_like(weight) if expected is None else expected
         scale = max(float(expected.abs().max()), 1e-3 * largest)
         worst = max(worst, (float((total - expected).abs().max()) / scale, name))

@@ -6,13 +6,11 @@ model with ``inputs_embeds=``, a hook takes this rank's positions of every argum
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -20,28 +18,15 @@ from tritoncomm import variables
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.integrations.changes import Changes
 from tritoncomm.integrations.transformers import forwards, model_parts
-from tritoncomm.integrations.transformers.attention import note_mask
-from tritoncomm.integrations.transformers.batch import (
-    BOUNDARIES,
-    IGNORED,
-    ShardSpan,
-    check_same,
-    counted_labels,
-    documents_of,
-    noted_positions,
-)
+from tritoncomm.integrations.transformers.batch import IGNORED, ShardSpan, check_same, counted_labels, documents_of
 from tritoncomm.integrations.transformers.batch_notes import notes_of, write_whole
 from tritoncomm.integrations.transformers.hooks import Followers, Switch, Untraced, check_callers
-from tritoncomm.integrations.transformers.recurrent_layers import parameters_of, recurrent_layers
+from tritoncomm.integrations.transformers.position_cut import PositionCut, unread_tensors
+from tritoncomm.integrations.transformers.recurrent_layers import parameters_of
 from tritoncomm.integrations.transformers.registration import registered
 
 __all__ = ["WholeBatches"]
 
-# Arguments of language models by position, [b, S, ...], beside embeddings, positions and masks.
-_OF_POSITIONS = ("per_layer_inputs",)
-# A mask [b, S] of the tokens of images, and features of these tokens, [tokens, ...], by row, then position.
-_OF_IMAGE_TOKENS = {"visual_pos_masks": "deepstack_visual_embeds"}
-_OF_SHARD = ("labels", "shift_labels", "num_items_in_batch")
 # Groups whose ranks have compared their whole batches.
 _compared: "WeakKeyDictionary[ProcessGroup, tuple[int, int]]" = WeakKeyDictionary()
 
@@ -118,6 +103,8 @@ class WholeBatches(Followers):
     def _cut(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Give the language model this rank's positions."""
         batch, group = forwards.whole_batch(), self._group(model)
+        if group is None and self.switch.name in registered and registered[self.switch.name].group.size() == 1:
+            return args, {**kwargs, **dict.fromkeys(unread_tensors(model, kwargs))}
         if batch is None or group is None or batch.language_model() is not model:
             return None
         label = f"{self.switch.name}: {type(model).__name__}"
@@ -131,8 +118,7 @@ class WholeBatches(Followers):
             )
         if any(map(_has_states, (arguments.get("past_key_values"), arguments.get("cache_params")))):
             raise UnsupportedError(f"{label}: {_CACHE}")
-        span = ShardSpan.of(batch.shape[1], group)
-        arguments |= _shard_of(label, model, arguments, batch, span, group)
+        arguments |= PositionCut(label, model, batch, ShardSpan.of(batch.shape[1], group), group).of(arguments)
         forwards.hand_on()
         return (), arguments
 
@@ -193,124 +179,3 @@ def _check_same(label: str, arguments: Mapping[str, Any], group: ProcessGroup) -
     ):
         check_same({key: x for key, x in arguments.items() if isinstance(x, Tensor)}, group, label)
         _compared[group] = here
-
-
-def _shard_of(
-    label: str,
-    model: nn.Module,
-    arguments: dict[str, Any],
-    batch: forwards.WholeBatch,
-    span: ShardSpan,
-    group: ProcessGroup,
-) -> dict[str, Any]:
-    """Return the arguments of a language model that have the sequence, of this rank's positions."""
-    embeddings = arguments["inputs_embeds"]
-    done = {"inputs_embeds": span.cut(embeddings, 0), **dict.fromkeys(BOUNDARIES)}
-    done |= _positions_and_masks(label, model, arguments, batch, span, group)
-    for name in _OF_POSITIONS:
-        if arguments.get(name) is not None:
-            _check_shape(label, name, arguments[name], batch)
-            done[name] = span.cut(arguments[name], 0)
-    for name, features in _OF_IMAGE_TOKENS.items():
-        mask = arguments.get(name)
-        if mask is not None:
-            _check_shape(label, name, mask, batch)
-            done[name] = span.cut(mask, 0)
-            is_here = torch.zeros_like(mask)
-            is_here[:, span.start : span.end] = True
-            done[features] = _map(partial(_rows, is_here=is_here[mask]), arguments.get(features))
-    unknown = {
-        name: shapes for name, x in arguments.items() if name not in (*done, *_OF_SHARD) and (shapes := _shapes(x))
-    }
-    if unknown:
-        read = {name for part in model.modules() for name in parameters_of(type(part))}
-        for name in unknown:
-            if name in read:
-                raise UnsupportedError(
-                    f"{label}: {name}={unknown[name]}: nobody knows which of it belongs to this rank's positions"
-                )
-        done |= dict.fromkeys(unknown)  # of the model around, which hands all keywords down
-    return done
-
-
-def _shapes(x: Any) -> list[list[int]]:
-    """Return the shapes of the tensors with dims in a value."""
-    return [list(y.shape) for y in _leaves(x) if isinstance(y, Tensor) and y.dim()]
-
-
-def _rows(x: Tensor, is_here: Tensor) -> Tensor:
-    """Return the rows of features that belong to this rank's tokens."""
-    return x[is_here]
-
-
-def _check_shape(label: str, name: str, x: Tensor, batch: forwards.WholeBatch) -> None:
-    """Reject an argument that has other rows or positions than the batch."""
-    if tuple(x.shape[:2]) != batch.shape:
-        raise ShapeError(f"{label}: {name} {list(x.shape)} needs rows and positions {list(batch.shape)}")
-
-
-def _positions_and_masks(
-    label: str,
-    model: nn.Module,
-    arguments: dict[str, Any],
-    batch: forwards.WholeBatch,
-    span: ShardSpan,
-    group: ProcessGroup,
-) -> dict[str, Any]:
-    """Return positions of this rank, with the notes of the batch, and masks of all positions."""
-    (rows, length), mask = batch.shape, arguments.get("attention_mask")
-    positions = arguments.get("position_ids")
-    is_counted = positions is None
-    if positions is None:
-        positions = torch.arange(length, device=arguments["inputs_embeds"].device)
-    positions = positions.expand(*positions.shape[:-2], rows, length)
-    added = torch.arange(1, span.padding + 1, device=positions.device, dtype=positions.dtype)
-    positions = torch.cat([positions, positions[..., -1:] + added], -1)
-    padding = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-    made = None if padding is not None else mask
-    if made is not None and recurrent_layers(model):
-        raise UnsupportedError(
-            f"{label}: its recurrent layers need a padding mask [b, S], and the model around it makes others"
-        )
-    is_hidden = made is not None and all(isinstance(x, Tensor) for x in _leaves(made))
-    placed = noted_positions(
-        positions, padding, span, group, batch.documents, is_counted=is_counted, is_hidden=is_hidden
-    )
-    return {
-        "position_ids": placed.ids,
-        "attention_mask": placed.mask if made is None else _map(partial(_longer, span), made),
-    }
-
-
-def _longer(span: ShardSpan, mask: Any) -> Any:
-    """Return a mask with the positions that were added to the sequence, which nobody sees but themselves."""
-    if not isinstance(mask, Tensor):
-        if span.padding:
-            raise UnsupportedError(f"a {type(mask).__name__} cannot be padded to a multiple of the ranks")
-        return mask
-    if span.padding and mask.dim() == 2:
-        mask = F.pad(mask, (0, span.padding))
-    elif span.padding:
-        hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-        mask = F.pad(mask, (0, span.padding, 0, span.padding), value=hidden)
-        added = torch.arange(mask.shape[-1] - span.padding, mask.shape[-1], device=mask.device)
-        mask[..., added, added] = mask.dtype == torch.bool
-    return note_mask(mask)
-
-
-def _map(function: Callable[[Any], Any], x: Any) -> Any:
-    """Apply a function to a value, or to those of a list or dict; None stays."""
-    if isinstance(x, Mapping):
-        return {key: _map(function, value) for key, value in x.items()}
-    if isinstance(x, list | tuple):
-        return [_map(function, value) for value in x]
-    return None if x is None else function(x)
-
-
-def _leaves(x: Any) -> Iterator[Any]:
-    """Yield a value, or those in lists and dicts of values."""
-    if isinstance(x, Mapping | list | tuple):
-        for value in x.values() if isinstance(x, Mapping) else x:
-            yield from _leaves(value)
-    else:
-        yield x
