@@ -83,6 +83,10 @@ _OWN: dict[str, dict[str, Any]] = {
     "llava_next": _TILES,
     "llava_next_video": _TILES,
     "llava_onevision": _TILES,
+    "mllama": {
+        "vision_config": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 192, "num_global_layers": 1},
+        "text_config": {"cross_attention_layers": [1, 3]},
+    },
     "paddleocr_vl": _TEXT_MROPE,
     "paligemma": {"projection_dim": 64},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 95, **_TEXT_MROPE},
@@ -165,6 +169,10 @@ def _images(model: Any, count: int, generator: torch.Generator) -> Iterator[dict
     patch = patch[0] if isinstance(patch, list | tuple) else patch
     grid = side // patch
     flat = torch.randn(count, 3, side, side, generator=generator)
+    if "aspect_ratio_ids" in parameters:  # four tiles of an image, to which every token attends
+        ones = {"aspect_ratio_ids": (count, 1), "aspect_ratio_mask": (count, 1, 4)}
+        tiles = {"pixel_values": torch.randn(count, 1, 4, 3, side, side, generator=generator)}
+        yield tiles | {key: torch.ones(size, dtype=torch.long) for key, size in ones.items()}
     sizes = torch.tensor([[side, side]] * count)
     further = {
         "image_sizes": sizes, "target_sizes": torch.tensor([[grid, grid]] * count),

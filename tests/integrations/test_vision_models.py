@@ -44,6 +44,7 @@ REFUSED = {
     "got_ocr2": "transformers cannot change the attention of GotOcr2ForConditionalGeneration",
     "minimax_m3_vl": "it makes a mask only for implementations that it knows by name",
     "mistral_large4": "it makes a mask only for implementations that it knows by name",
+    "mllama": "MllamaTextModel gets no inputs_embeds",
     "pp_chart2table": "transformers cannot change the attention of GotOcr2ForConditionalGeneration",
     "qwen4_exp": "its layers of the kind indexed_attention are not known to be right",
 }

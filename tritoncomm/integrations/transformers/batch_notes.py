@@ -109,14 +109,14 @@ def mask_note_of(mask: Any) -> Any:
     return getattr(mask if is_compiling() else mask.untyped_storage(), _MADE, None)
 
 
-def write_whole(shard: Tensor, whole: Any) -> None:
-    """Write on the labels of a shard those of which it is a part."""
+def write_whole(shard: Tensor, *whole: Any) -> None:
+    """Write on the labels of a shard those of all positions, as they came, of which it is a part."""
     setattr(shard, _WHOLE, whole)
 
 
-def whole_of(x: Any) -> Any:
-    """Return the labels of which a tensor is the part of a shard; the value itself where nobody has noted any."""
-    return getattr(x, _WHOLE, x)
+def whole_of(x: Any) -> tuple[Any, ...]:
+    """Return the labels of all positions of which a tensor is the part of a shard; none of other tensors."""
+    return getattr(x, _WHOLE, ())
 
 
 def _rows(x: Tensor, num_rows: int, positions: int) -> tuple[int, ...] | None:

@@ -251,7 +251,7 @@ def _is_changed(calls: list[LossCall], loss: Tensor) -> bool:
 
 def _is_same(x: Any, wanted: Any) -> bool:
     """Whether a value is the one that was given; nothing given, or nothing handed on, is no difference."""
-    if x is wanted or x is None or wanted is None or whole_of(x) is wanted:
+    if x is wanted or x is None or wanted is None or any(y is wanted for y in whole_of(x)):
         return True
     if not isinstance(x, Tensor) or not isinstance(wanted, Tensor):
         return bool(x == wanted)

@@ -94,7 +94,7 @@ class WholeBatches(Followers):
         if counted is None:
             return None
         shard = ShardSpan.of(shape[1], group).cut(counted.labels, IGNORED)
-        write_whole(shard, arguments.get("labels"))
+        write_whole(shard, arguments.get("labels"), arguments.get("shift_labels"))
         arguments |= {"shift_labels": shard, "num_items_in_batch": counted.count}
         if arguments.get("labels") is not None:
             arguments["labels"] = shard
@@ -110,11 +110,15 @@ class WholeBatches(Followers):
         label = f"{self.switch.name}: {type(model).__name__}"
         arguments = dict(zip(parameters_of(type(model)), args, strict=False)) | kwargs
         embeddings = arguments.get("inputs_embeds")
-        if not isinstance(embeddings, Tensor) or tuple(embeddings.shape[:2]) != batch.shape:
-            got = list(embeddings.shape) if isinstance(embeddings, Tensor) else None
+        if not isinstance(embeddings, Tensor):
             raise UnsupportedError(
-                f"{label}: gets embeddings {got} of a batch of {batch.shape[0]} rows of {batch.shape[1]} positions; "
-                "over sequence shards every token has one position"
+                f"{label} gets no inputs_embeds: a language model that attends to images from its layers, as Mllama's, "
+                "is not supported over sequence shards; nor are tokens that it embeds itself: pass them to shard_batch"
+            )
+        if tuple(embeddings.shape[:2]) != batch.shape:
+            raise UnsupportedError(
+                f"{label}: gets embeddings {list(embeddings.shape)} of a batch of {batch.shape[0]} rows of "
+                f"{batch.shape[1]} positions; over sequence shards every token has one position"
             )
         if any(map(_has_states, (arguments.get("past_key_values"), arguments.get("cache_params")))):
             raise UnsupportedError(f"{label}: {_CACHE}")
