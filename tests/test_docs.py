@@ -24,7 +24,7 @@ from tritoncomm.integrations.megatron import TESTED
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NOT_RUN = {"experts.md": 1, "hybrid.md": 3, "trainer.md": 5, "transformers.md": 1}
+NOT_RUN = {"experts.md": 1, "hybrid.md": 3, "trainer.md": 5, "transformers.md": 1, "vision.md": 1}
 SETUPS = {"integrations_megatron.md": 1}  # silences Megatron's warnings; the page runs without it
 # Other frameworks that blocks import, by what installs them (as `make test` does).
 PEERS = {
