@@ -57,7 +57,8 @@ def test_the_auxiliary_loss_of_routers_is_refused_by_its_option() -> None:
 @pytest.mark.parametrize("kind", ["llava", "lora", "qwen3_vl"])
 def test_images_train_as_with_trl_alone(kind: str, ranks: int, sequence: int) -> None:
     """In as many processes as there are groups: the mean of a batch is one of the batch of a process."""
-    (alone, text), (ours, ours_text) = run(IMAGES, kind, "0", ranks // sequence), run(IMAGES, kind, str(sequence), ranks)
+    alone, text = run(IMAGES, kind, "0", ranks // sequence)
+    ours, ours_text = run(IMAGES, kind, str(sequence), ranks)
     assert len(alone) == 5, text
     assert len(ours) == 5, ours_text
     for own, other in zip(ours, alone, strict=True):
@@ -69,7 +70,8 @@ def test_the_program_of_the_page_on_images(tmp_path: Path) -> None:
     sys.path.insert(0, str(HERE))
     importlib.import_module("trl_vision").written(tmp_path)
     code = PAGE.read_text().partition("```python\n")[2].partition("```\n")[0]
-    code = code.replace('SFTConfig("out", ', 'SFTConfig("out", use_cpu=True, bf16=False, max_steps=2, report_to=[], ', 1)
+    on_cpus = "use_cpu=True, bf16=False, max_steps=2, report_to=[], "
+    code = code.replace('SFTConfig("out", ', f'SFTConfig("out", {on_cpus}', 1)
     code = code.replace(', fsdp=True, fsdp_config={"version": 2}', "", 1)  # accelerate shards none on CPUs
     (tmp_path / "program.py").write_text(code)
     done = launched(["program.py"], 2, cwd=tmp_path)
