@@ -18,11 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from tritoncomm import variables
-from tritoncomm.errors import UnsupportedError
 from tritoncomm.integrations import transformers as ours
 from tritoncomm.integrations.transformers.hooks import switches_of
 from tritoncomm.integrations.transformers.training import fused_heads
-from tritoncomm.integrations.transformers.training.fused_heads import WholeOutputs, checked_head
+from tritoncomm.integrations.transformers.training.fused_heads import WholeOutputs, gathered_head
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -160,8 +159,8 @@ UNITS: dict[str, Callable[[Any], list[Any]]] = {
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("units", UNITS)
-def test_a_head_that_fsdp2_shards_alone_is_refused(group: ProcessGroup, units: str) -> None:
-    """Its gradient would be wrong, though all numbers are right; a frozen one, and a reference, are right."""
+def test_a_head_that_fsdp2_shards_alone_is_gathered(group: ProcessGroup, units: str) -> None:
+    """Else its gradient is wrong, though all numbers are right; a frozen one, and a reference, are right."""
     model, entries = llama("tied" in units), batch()
     wanted = steps(copy.deepcopy(model), entries)
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -169,19 +168,19 @@ def test_a_head_that_fsdp2_shards_alone_is_refused(group: ProcessGroup, units: s
         for part in (*model.model.layers, *UNITS[units](model)):
             fully_shard(part, mesh=mesh, reshard_after_forward=not isinstance(part, list))
         fully_shard(model, mesh=mesh)
-        refused = pytest.raises(UnsupportedError, match="T: FSDP2 shards the head of FSDPLlamaForCausalLM as a unit of")
-        with refused if units == "alone" else nullcontext(), checked_head(model, "T"):
-            steps(model, entries)
-        out, grads = steps(model, entries)
-        wrong = problems((out, [grad.full_tensor() for grad in grads]), wanted)
-        assert wrong == ([str(len(grads) - 1)] if units == "alone" else []), wrong
-        with checked_head(model, "T", is_fused=False), torch.no_grad():
+        for gathered in (gathered_head, nullcontext, gathered_head):
+            with gathered(model, "T") if gathered is gathered_head else nullcontext():
+                out, grads = steps(model, entries)
+            wrong = problems((out, [grad.full_tensor() for grad in grads]), wanted)
+            is_wrong = units == "alone" and gathered is nullcontext
+            assert wrong == ([str(len(grads) - 1)] if is_wrong else []), wrong
+        with gathered_head(model, "T", is_fused=False), torch.no_grad():
             model(**entries, fused_lm_head=True)
-        with checked_head(model, "T"), torch.no_grad():
+        with gathered_head(model, "T"), torch.no_grad():
             model(**entries, fused_lm_head=True)
         if "tied" not in units:
             model.lm_head.weight.requires_grad_(False)
-            with checked_head(model, "T"):
+            with gathered_head(model, "T"):
                 loss_of(model(**entries, fused_lm_head=True)).backward()
 
 

@@ -70,8 +70,8 @@ MISUSES = {
     "no labels": "ArgumentError: tritoncomm_ulysses: LlamaForCausalLM: a call of the fused head needs keywords",
     "unknown entry": "ArgumentError: shard_batch: 'token_type_ids' is not supported, only input_ids, ",
     "router's loss": "UnsupportedError: tritoncomm_ulysses: LlamaForCausalLM: the fused head returns aux_loss, which",
-    "head of a unit": "UnsupportedError: Mixed: FSDP2 shards the head of LlamaForCausalLM as a unit of its own, and",
-    "head of a unit, labels": "UnsupportedError: Sharded: FSDP2 shards the head of LlamaForCausalLM as a unit of its",
+    "head of a unit": "UnsupportedError: Mixed: the head of LlamaForCausalLM is sharded, and the model is no unit of",
+    "head of a unit, labels": "UnsupportedError: Sharded: the head of LlamaForCausalLM is sharded, and the model is no",
     "earlier TRL": "UnsupportedError: Mixed: DPOTrainer of TRL before 1.15 makes logits; install trl>=1.15",
 }
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tritoncomm.errors import ArgumentError, UnsupportedError
@@ -24,7 +25,7 @@ from tritoncomm.integrations.transformers.model_parts import outermost
 from tritoncomm.integrations.transformers.registration import registered
 from tritoncomm.mappings import all_gather_dim
 
-__all__ = ["FUSED_SINCE", "WholeOutputs", "checked_head", "has_fused_heads"]
+__all__ = ["FUSED_SINCE", "WholeOutputs", "gathered_head", "has_fused_heads"]
 
 FUSED_SINCE = 1, 15  # release of TRL; its trainers gather sums for metrics from then on, too
 
@@ -36,10 +37,11 @@ def has_fused_heads() -> bool:
 
 
 @contextmanager
-def checked_head(model: nn.Module, label: str, is_fused: bool = True) -> Iterator[None]:
-    """Within: reject a call of the fused head whose weight FSDP2 gathers in the head's own forward.
+def gathered_head(model: nn.Module, label: str, is_fused: bool = True) -> Iterator[None]:
+    """Within: gather the weight of a head that FSDP2 shards as a unit of its own before the fused head takes it.
 
-    TRL gathers such a weight by itself, and its gradient is then a slice of this rank's, not of the sum.
+    TRL gathers such a weight by itself, and its gradient is then a slice of this rank's, not of the sum. FSDP2 sums the
+    gradients of every unit that it finds gathered at the end of backward.
     """
     outer: Any = outermost(model.modules())
     weight = getattr(outer.get_output_embeddings(), "weight", None) if is_fused else None
@@ -47,16 +49,19 @@ def checked_head(model: nn.Module, label: str, is_fused: bool = True) -> Iterato
         yield
         return
 
-    def check(*_: Any) -> None:
-        """Look at the weight where the fused head takes it: behind the decoder."""
-        if isinstance(outer.get_output_embeddings().weight, DTensor) and torch.is_grad_enabled():
+    def gather(*_: Any) -> None:
+        """Gather the weight behind the decoder, unless it is: in the root unit, or in one that has run."""
+        head = outer.get_output_embeddings()
+        if not isinstance(head.weight, DTensor) or not torch.is_grad_enabled():
+            return
+        if not isinstance(head, FSDPModule) or not any(isinstance(part, FSDPModule) for part in (model, outer)):
             raise UnsupportedError(
-                f"{label}: FSDP2 shards the head of {type(outer).__name__} as a unit of its own, and TRL's fused head "
-                "takes the weight past its forward: gradients would be wrong. Leave the head in the root unit, or in "
-                "one with the last norm, as accelerate does"
+                f"{label}: the head of {type(outer).__name__} is sharded, and the model is no unit of FSDP2, which "
+                "would sum its gradients: TRL's fused head takes the weight past its forward. Shard the model, too"
             )
+        head.unshard()
 
-    handle = outer.base_model.register_forward_hook(check)
+    handle = outer.base_model.register_forward_hook(gather)
     try:
         yield
     finally:

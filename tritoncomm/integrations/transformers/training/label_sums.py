@@ -13,7 +13,7 @@ from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.integrations.changes import Changes
 from tritoncomm.integrations.transformers import model_parts
 from tritoncomm.integrations.transformers.batch import is_text, next_labels, shard_batch, text_of
-from tritoncomm.integrations.transformers.training.fused_heads import checked_head, has_fused_heads
+from tritoncomm.integrations.transformers.training.fused_heads import gathered_head, has_fused_heads
 from tritoncomm.integrations.transformers.training.strategy import Prediction, Strategy
 
 __all__ = ["LabelSums"]
@@ -119,7 +119,7 @@ class LabelSums(Strategy):
 
     def head_of(self, is_fused: bool) -> Any:
         """Return the context of a call of the model, of TRL's fused head or not."""
-        return checked_head(self._trainer.model, self._label, is_fused)
+        return gathered_head(self._trainer.model, self._label, is_fused)
 
     def predict(
         self, predict: Callable[..., Any], model: Any, inputs: Mapping[str, Any], only_loss: bool, ignore_keys: Any

@@ -8,7 +8,7 @@ from torch import nn
 
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.integrations.transformers.hooks import Switch
-from tritoncomm.integrations.transformers.training.fused_heads import WholeOutputs, checked_head
+from tritoncomm.integrations.transformers.training.fused_heads import WholeOutputs, gathered_head
 from tritoncomm.integrations.transformers.training.strategy import Prediction, Strategy
 
 __all__ = ["WholeSequences"]
@@ -43,7 +43,7 @@ class WholeSequences(Strategy):
             )
         with ExitStack() as heads:
             for part in self.models():
-                heads.enter_context(checked_head(part, self._label))
+                heads.enter_context(gathered_head(part, self._label))
             return compute(model, inputs, return_outputs, num_items)
 
     def predict(
