@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from vision_sweep import compare, drawn_verdicts, verdict
 
 from tritoncomm.errors import ArgumentError, CommError, MismatchError, ShapeError, UnsupportedError
@@ -199,6 +200,26 @@ def test_ways_to_call_and_to_train(group: ProcessGroup) -> None:
         loss = it.model(**batch, use_cache=False).loss.detach()
         dist.all_reduce(loss, group=group)
         assert abs(loss - it.twin(**batch, use_cache=False).loss) < 1e-5
+    finally:
+        ours.unregister()
+
+
+@pytest.mark.ranks(2)
+def test_embeddings_of_all_positions_are_not_kept(group: ProcessGroup) -> None:
+    """Neither by the graph nor by a view of this rank's part."""
+    try:
+        it = Switched(group, "llava")
+        seen: list[StorageWeakRef] = []
+
+        def look(_: Any, __: Any, kwargs: dict[str, Any]) -> None:
+            assert kwargs["inputs_embeds"].shape[1] == 45
+            seen.append(StorageWeakRef(kwargs["inputs_embeds"].untyped_storage()))
+
+        it.model.model.language_model.register_forward_pre_hook(look, prepend=True, with_kwargs=True)
+        one_row = {key: x[:1] for key, x in it.batch.items()}  # of which a slice of positions is contiguous
+        out = it.model(**one_row, use_cache=False)
+        assert seen[0].expired()
+        out.loss.backward()
     finally:
         ours.unregister()
 

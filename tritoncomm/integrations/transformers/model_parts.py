@@ -273,6 +273,8 @@ def language_model_path(outer: Any) -> str | None:
 
     It is the first callee with a config of its own.
     """
+    if getattr(outer.config, "is_encoder_decoder", False):  # whose encoder and decoder both take embeddings
+        return None
     path: list[str] = []
     model = outer
     while callee := _embedding_callee(model):
