@@ -25,15 +25,18 @@ class Case(NamedTuple):
         model: of ``vision_models``; Trainer gives ``qwen3_vl`` no count of labels, and takes the mean of each batch.
         has_adapters: LoRA, and checkpointed layers.
         sums: of a Trainer that makes the calls of TRL's SFTTrainer, with counts of its own.
+        is_packed: over shards the rows of a batch are documents of one row, with labels at their starts.
     """
 
     model: str
     has_adapters: bool = False
     sums: bool = False
+    is_packed: bool = False
 
 
 CASES = {
     "a count of labels": Case("llava"),
+    "packed": Case("llava", is_packed=True),
     "a mean of each batch": Case("qwen3_vl"),
     "adapters": Case("qwen3_vl", has_adapters=True),
     "calls of SFTTrainer": Case("qwen3_vl", sums=True),
@@ -79,13 +82,13 @@ def _samples(model: Any) -> list[dict[str, Tensor]]:
 
 
 class _Collator:
-    """Pads rows at their right, and puts images one after the other."""
+    """Pads rows at their right, or packs them, and puts images one after the other."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, is_packed: bool = False) -> None:
         from vision_models import batch_of
 
         self.image = batch_of(model)["input_ids"][0, 3]
-        self.has_types = "image_grid_thw" in batch_of(model)
+        self.has_types, self.is_packed = "image_grid_thw" in batch_of(model), is_packed
 
     def __call__(self, samples: list[Any]) -> dict[str, Tensor]:
         rows = {key: [sample[key] for sample in samples] for key in ("input_ids", "labels")}
@@ -95,6 +98,9 @@ class _Collator:
             key: torch.nn.utils.rnn.pad_sequence(x, batch_first=True, padding_value=values[key])
             for key, x in rows.items()
         }
+        if self.is_packed:
+            batch = {key: torch.cat(rows[key])[None] for key in ("input_ids", "labels")}
+            batch["position_ids"] = torch.cat([torch.arange(len(ids)) for ids in rows["input_ids"]])[None]
         for key in ("pixel_values", "image_grid_thw"):
             if parts := [sample[key] for sample in samples if key in sample]:
                 batch[key] = torch.cat(parts)
@@ -108,7 +114,7 @@ def _run(case: Case, kind: Any, folder: str, **more: Any) -> VisionRun:
     from vision_models import tiny
 
     model = tiny(case.model)
-    samples, collator = _samples(model), _Collator(model)
+    samples, collator = _samples(model), _Collator(model, case.is_packed and bool(more))
     if case.has_adapters:
         from peft import LoraConfig, get_peft_model
 
@@ -127,7 +133,7 @@ def _run(case: Case, kind: Any, folder: str, **more: Any) -> VisionRun:
     steps = Steps([float(log["loss"]) for log in logs], [float(log["grad_norm"]) for log in logs])
     evaluation = trainer.evaluate()["eval_loss"]
     ignored = ["past_key_values", "image_hidden_states", "rope_deltas", "hidden_states", "attentions"]
-    predictions = None if case.sums else trainer.predict(samples[:4], ignore_keys=ignored).predictions
+    predictions = None if case.sums or case.is_packed else trainer.predict(samples[:4], ignore_keys=ignored).predictions
     weights = [x.detach().numpy() for x in model.parameters()]
     return VisionRun(steps, float(evaluation), predictions, weights, getattr(trainer, "counts", []))
 
