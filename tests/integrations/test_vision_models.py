@@ -5,6 +5,7 @@ image and text to text; elsewhere those that differ in what they hand to their l
 """
 
 import copy
+import importlib
 import importlib.util
 import io
 from collections.abc import Callable
@@ -263,10 +264,12 @@ def test_refusals(group: ProcessGroup) -> None:
         prompt = {key: x for key, x in it.batch.items() if key != "labels"}
         other = {**it.batch, "input_ids": it.batch["input_ids"] + group.rank() * (it.batch["input_ids"] < 50)}
         text = {"input_ids": prompt["input_ids"].clamp(max=70)}
+        full = importlib.import_module("transformers").DynamicCache()
         lost = {key: x.clone() for key, x in ours.shard_batch(text, group).items()}
         cases: list[tuple[type[CommError], str, Callable[[], Any]]] = [
             (UnsupportedError, "a key/value cache is not supported", 
              lambda: it.model.generate(**prompt, max_new_tokens=2)),
+            (UnsupportedError, "a key/value cache is not supported", lambda: it.model(**prompt, past_key_values=full)),
             (UnsupportedError, "logits_to_keep counts", lambda: it.model(**it.batch, logits_to_keep=1)),
             (ArgumentError, "needs input_ids", lambda: it.model(attention_mask=it.batch["attention_mask"])),
             (ShapeError, "labels .* need the shape", lambda: it.model(**prompt, labels=prompt["input_ids"][:, 1:])),
@@ -276,6 +279,7 @@ def test_refusals(group: ProcessGroup) -> None:
              lambda: it.model(**ours.shard_batch(text, group), **{key: prompt[key] for key in prompt if "image" in key},
                               pixel_values=prompt["pixel_values"])),
         ]  # fmt: skip
+        full.update(torch.zeros(2, 2, 4, 16), torch.zeros(2, 2, 4, 16), 0)
         it.check()
         for error, words, call in cases:
             with pytest.raises(error, match=words):

@@ -120,14 +120,9 @@ class WholeBatches(Followers):
                 f"{label}: gets embeddings {list(embeddings.shape)} of a batch of {batch.shape[0]} rows of "
                 f"{batch.shape[1]} positions; over sequence shards every token has one position"
             )
-        if any(map(_has_states, (arguments.get("past_key_values"), arguments.get("cache_params")))):
-            raise UnsupportedError(f"{label}: {_CACHE}")
         arguments |= PositionCut(label, model, batch, ShardSpan.of(batch.shape[1], group), group).of(arguments)
         forwards.hand_on()
         return (), arguments
-
-
-_CACHE = "a key/value cache is not supported; pass use_cache=False, and generate after switch(model, 'sdpa')"
 
 
 @lru_cache(maxsize=64)
@@ -149,8 +144,11 @@ def _has_states(cache: Any) -> bool:
 
 def _check_call(label: str, arguments: Mapping[str, Any]) -> None:
     """Reject a call whose result would be of other positions than one process has."""
-    if _has_states(arguments.get("past_key_values")) or _is_generating():
-        raise UnsupportedError(f"{label}: {_CACHE}")
+    if any(map(_has_states, map(arguments.get, ("past_key_values", "cache_params")))) or _is_generating():
+        raise UnsupportedError(
+            f"{label}: a key/value cache is not supported; pass use_cache=False, and generate after "
+            "switch(model, 'sdpa')"
+        )
     keep = arguments.get("logits_to_keep")
     if isinstance(keep, Tensor) or keep:
         raise UnsupportedError(
