@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm.errors import CommError
 from tritoncomm.integrations import transformers as ours
 
-__all__ = ["compare", "drawn_verdicts", "verdict"]
+__all__ = ["compare", "drawn_verdicts", "gradients", "verdict"]
 
 LOGITS, GRADIENTS = 2e-5, 1e-4  # of the largest logit; of the largest gradient of a weight, if not tiny
 
@@ -82,7 +82,7 @@ def compare(group: ProcessGroup, model: Any, reference: Any, batch: dict[str, An
         off[0] = distance.max() / whole.logits.abs().max() if len(distance) else 0
     loss = part.loss.detach().clone()
     dist.all_reduce(loss, group=group)
-    off[1], worst = _gradients(group, model, reference)
+    off[1], worst = gradients(group, model, reference)
     dist.all_reduce(off, dist.ReduceOp.MAX, group)
     if not off[0] <= LOGITS:
         return f"wrong: off by {off[0]:.2g} of the largest logit"
@@ -91,7 +91,7 @@ def compare(group: ProcessGroup, model: Any, reference: Any, batch: dict[str, An
     return "right" if off[1] <= GRADIENTS else f"wrong: the gradient of {worst} is off by {off[1]:.2g}"
 
 
-def _gradients(group: ProcessGroup, model: Any, reference: Any) -> tuple[float, str]:
+def gradients(group: ProcessGroup, model: Any, reference: Any) -> tuple[float, str]:
     """Return the largest distance of a gradient, relative to the weight's largest or a thousandth of the model's."""
     wanted = {name: x.grad for name, x in reference.named_parameters()}
     largest = max(float(grad.abs().max()) for grad in wanted.values() if grad is not None)

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
-from vision_sweep import compare, drawn_verdicts, verdict
+from vision_sweep import compare, drawn_verdicts, gradients, verdict
 
 from tritoncomm.errors import ArgumentError, CommError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.integrations import transformers as ours
@@ -223,6 +224,45 @@ def test_embeddings_of_all_positions_are_not_kept(group: ProcessGroup) -> None:
         out.loss.backward()
     finally:
         ours.unregister()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_vl"])
+def test_packed_rows_with_positions_of_images(group: ProcessGroup, name: str) -> None:
+    """Documents with an image each, told apart by positions of the text, or by boundaries; attention and states."""
+    try:
+        it = Switched(group, name)
+        images = [
+            dict(zip(IMAGES, x, strict=True)) for x in zip(*(it.batch[key].chunk(2) for key in IMAGES), strict=True)
+        ]
+        rows = [it.batch["input_ids"][:1, :20], it.batch["input_ids"][1:, :31]]
+        losses, places = [], []
+        for ids, image in zip(rows, images, strict=True):
+            types = {"mm_token_type_ids": (ids == it.model.config.image_token_id).int()}
+            logits = it.twin(input_ids=ids, **types, **image, use_cache=False).logits
+            losses.append(F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum"))
+            grids = {"image_grid_thw": image["image_grid_thw"]}
+            of_images, _ = it.twin.model.get_rope_index(input_ids=ids, **types, **grids)
+            places.append(torch.cat([torch.arange(ids.shape[1]).expand(1, 1, -1), of_images]))
+        wanted = sum(losses) / 49
+        wanted.backward()
+        ids, positions = torch.cat(rows, 1), torch.cat(places, -1)
+        batch = {**{key: it.batch[key] for key in IMAGES}, "input_ids": ids, "labels": ids}
+        batch["mm_token_type_ids"] = (ids == it.model.config.image_token_id).int()
+        boundaries = torch.tensor([0, 20, 51], dtype=torch.int32)
+        for more in ({"position_ids": positions}, {"position_ids": positions[1:], "cu_seq_lens_q": boundaries}):
+            it.model.zero_grad()
+            loss = it.model(**batch, **more, use_cache=False).loss
+            loss.backward()
+            dist.all_reduce(loss := loss.detach(), group=group)
+            assert abs(loss - wanted) < 1e-5 * wanted
+            off, worst = gradients(group, it.model, it.twin)
+            assert off < 1e-4, worst
+    finally:
+        ours.unregister()
+
+
+IMAGES = ("pixel_values", "image_grid_thw")
 
 
 def refreshed(it: Switched, group: ProcessGroup, name: str = "qwen3_vl") -> Switched:

@@ -25,6 +25,10 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
     ``model.set_attn_implementation`` writes into the config object. ``switch`` copies the configs of the model and of
     its submodules first, so that other models of the same config object keep their attention.
 
+    A model around a language model, as vision-language ones are, keeps the attention of its towers. It takes a whole
+    batch, ``model(**batch)`` with images and labels on every rank of the group, and returns logits ``[b, s, words]``
+    and the loss of this rank's positions; losses and gradients of the ranks add up.
+
     A model is accepted by what it is known to contain: attention that is full, sliding or chunked and goes through
     transformers' registry, and otherwise layers that work on positions one by one. ``unverified=True`` runs a model of
     which that is not known, and warns: compare its logits with those of one process first.

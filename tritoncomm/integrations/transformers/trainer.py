@@ -34,6 +34,9 @@ class UlyssesTrainerMixin(_Base):
     data loaders, ``num_items_in_batch`` and ``gather_for_metrics`` count every group once. DDP averages gradients over
     all ranks: ``Trainer`` multiplies each loss by their number, and the losses of a group add up.
 
+    A vision-language model gets a batch with images whole, and shards it; classes behind this one see the text of a
+    shard and all images.
+
     Evaluation gives every rank the loss, the logits and the labels of full sequences. In ``compute_loss``, ``inputs``
     of subclasses before this class are full sequences; those of classes behind it, and the outputs, are shards. For
     numbers of them that are gathered for metrics see ``metrics_are_sums``.
