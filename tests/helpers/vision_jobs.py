@@ -37,8 +37,7 @@ class Case(NamedTuple):
 CASES = {
     "a count of labels": Case("llava"),
     "packed": Case("llava", is_packed=True),
-    "a mean of each batch": Case("qwen3_vl"),
-    "adapters": Case("qwen3_vl", has_adapters=True),
+    "a mean of each batch, adapters": Case("qwen3_vl", has_adapters=True),
     "calls of SFTTrainer": Case("qwen3_vl", sums=True),
 }
 

@@ -90,7 +90,7 @@ def test_every_model(pool: Pool, name: str, world: int) -> None:
     check(pool, name, world, 1)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["gemma3", "llava", "qwen3_5", "qwen3_vl"])
 def test_drawn_batches(pool: Pool, name: str, world: int) -> None:
     """Images that begin, end and span shards, several in a row, none on a rank, text alone; padding at either side."""
@@ -226,7 +226,7 @@ def test_embeddings_of_all_positions_are_not_kept(group: ProcessGroup) -> None:
         ours.unregister()
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_vl"])
 def test_packed_rows_with_positions_of_images(group: ProcessGroup, name: str) -> None:
     """Documents with an image each, told apart by positions of the text, or by boundaries; attention and states."""
@@ -345,7 +345,7 @@ def test_refusals(group: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.slow), "qwen3_vl"])
 def test_compiled_models(group: ProcessGroup, name: str) -> None:
     """The whole model, and its layers alone."""
     try:
