@@ -73,6 +73,9 @@ def is_inside(model: nn.Module | None = None) -> bool:
 
 def whole_batch() -> WholeBatch | None:
     """Return the batch of a model around the language model, outside of the latter's forward; None elsewhere."""
+    forward = _running.forward  # in attention layers there is one of a shard: no look at the stack
+    if forward is None or forward.whole is None:
+        return None
     forward = innermost()
     return None if forward is None else forward.whole
 
