@@ -142,7 +142,7 @@ MISUSES = {
     "no use_cpu": "ArgumentError: Sharded: accelerate takes this job of 2 ranks for 1; without a GPU, set "
     "use_cpu=True in TrainingArguments",
     "fsdp": "UnsupportedError: Sharded: FSDP was asked for, and every rank has all weights: accelerate shards none on "
-    "CPUs; or leave fsdp out",
+    "CPUs; leave fsdp out",
 }
 
 
