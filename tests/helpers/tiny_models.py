@@ -1,5 +1,6 @@
 """Tiny random causal language models, one of every kind that the installed transformers has."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tritoncomm.verify.transformers_models import classes, small
 
-__all__ = ["NOT_RUN", "names", "tiny"]
+__all__ = ["NOT_RUN", "built", "names", "tiny"]
 
 PARAMETERS = 20_000_000
 
@@ -126,15 +127,20 @@ def tiny(name: str, seed: int = 0, kv_heads: int = 2) -> nn.Module:
         raise ValueError(f"{name} does not run: {NOT_RUN[name]}")
     config_class, model_class = classes(name)
     config = config_class(**small(config_class, _OWN.get(config_class.model_type, {}), kv_heads))
+    return built(name, lambda: model_class(config), seed, 0.15)
+
+
+def built(name: str, make: Callable[[], Any], seed: int, scale: float) -> Any:
+    """Make a model, unless it would be large, and draw its weights of two dims and more; in eval mode on the CPU."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        with torch.device("meta"):  # takes no memory, however much a setting missed above would
-            count = sum(weight.numel() for weight in model_class(config).parameters())
+        with torch.device("meta"):  # takes no memory, however much a setting of its config missed
+            count = sum(weight.numel() for weight in make().parameters())
         if count >= PARAMETERS:
             raise ValueError(f"a tiny {name} would have {count} parameters")
-        model = model_class(config).eval()
+        model = make().eval()
         generator = torch.Generator().manual_seed(seed)
         for weight in model.parameters():
             if weight.dim() >= 2:
-                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.15)
+                weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
     return model

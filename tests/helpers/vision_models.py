@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+from tiny_models import built
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -16,7 +17,7 @@ from tritoncomm.verify.transformers_models import small
 
 __all__ = ["LENGTH", "Form", "batch_of", "drawn_batch", "form_of", "names", "tiny"]
 
-LENGTH, PARAMETERS = 45, 20_000_000
+LENGTH = 45
 _TOKEN = re.compile(r"(image|video|audio|vision|img|boi|eoi).*_token.*_?(id|index)$")
 _FIRST_TOKEN = 80  # ids of images and of what marks them; words are below
 _SIDE, _PATCH = 16, 4  # pixels of an image and of a patch
@@ -146,18 +147,7 @@ def tiny(name: str, seed: int = 0) -> Any:
     classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name]
     model_class = getattr(transformers, classes if isinstance(classes, str) else classes[0])
     config = _config(CONFIG_MAPPING[name], _OWN.get(name, {}))
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        with torch.device("meta"):
-            count = sum(weight.numel() for weight in model_class(config).parameters())
-        if count >= PARAMETERS:
-            raise ValueError(f"a tiny {name} would have {count} parameters")
-        model = model_class(config).eval()
-        generator = torch.Generator().manual_seed(seed)
-        for weight in model.parameters():
-            if weight.dim() >= 2:
-                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
-    return model
+    return built(name, lambda: model_class(config), seed, 0.1)
 
 
 def _images(model: Any, count: int, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:

@@ -265,7 +265,39 @@ def test_packed_rows_with_positions_of_images(group: ProcessGroup, name: str) ->
 IMAGES = ("pixel_values", "image_grid_thw")
 
 
-def refreshed(it: Switched, group: ProcessGroup, name: str = "qwen3_vl") -> Switched:
+@pytest.mark.ranks(2)
+def test_a_sequence_as_long_as_other_dims(group: ProcessGroup) -> None:
+    """Four positions, rows, heads and tokens of an image, and sixteen positions, rows and patches: told by name."""
+    try:
+        for name, length in (("qwen3_vl", 4), ("llava", 16)):
+            it = refreshed(None, group, name)
+            ids = torch.randint(3, 70, (length, length), generator=torch.Generator().manual_seed(0))
+            ids[:2] = it.batch["input_ids"][0, 3]  # two rows of an image alone
+            types = {"mm_token_type_ids": (ids == ids[0, 0]).int()} if name == "qwen3_vl" else {}
+            it.check(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids), **types)
+    finally:
+        ours.unregister()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_video_beside_images(group: ProcessGroup, name: str) -> None:
+    """Of two frames, which Qwen3-VL tells apart by the text between them; features of several layers of both."""
+    try:
+        it = Switched(group, name)
+        ids, config = it.batch["input_ids"].clone(), it.model.config
+        ids[1, 20:28] = config.video_token_id
+        if name == "qwen3_vl":
+            ids[1, 24:26], ids[1, 28:30] = 5, config.video_token_id
+        types = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
+        frames = torch.randn(it.batch["pixel_values"].shape, generator=torch.Generator().manual_seed(1))
+        video = {"pixel_values_videos": frames, "video_grid_thw": torch.tensor([[2, 4, 4]])}
+        it.check(input_ids=ids, labels=ids, mm_token_type_ids=types, **video)
+    finally:
+        ours.unregister()
+
+
+def refreshed(it: Switched | None, group: ProcessGroup, name: str = "qwen3_vl") -> Switched:
     """Other models, once those before are switched back."""
     ours.unregister()
     return Switched(group, name)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-__all__ = ["REGISTRY", "calls_registry", "files_of", "masks_by_name", "source_of", "tree_of"]
+__all__ = ["REGISTRY", "calls_registry", "files_of", "masks_by_name", "source_of", "takes_keyword", "tree_of"]
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 
@@ -61,6 +61,12 @@ def masks_by_name(name: str) -> bool:
         if named and any(text.value == "sdpa" for text in texts) and any("mask" in target for target in targets):
             return True
     return False
+
+
+def takes_keyword(kind: Any, name: str) -> bool:
+    """Whether the forward of a class takes a keyword, by name or among further ones."""
+    parameters = inspect.signature(kind.forward).parameters
+    return name in parameters or any(x.kind is x.VAR_KEYWORD for x in parameters.values())
 
 
 def tree_of(function: Any) -> ast.AST:

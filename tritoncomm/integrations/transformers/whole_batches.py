@@ -4,10 +4,9 @@ The outer model embeds all tokens, runs its towers, scatters features and number
 model with ``inputs_embeds=``, a hook takes this rank's positions of every argument that has the sequence.
 """
 
-import inspect
 import sys
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -24,6 +23,7 @@ from tritoncomm.integrations.transformers.hooks import Followers, Switch, Untrac
 from tritoncomm.integrations.transformers.position_cut import PositionCut, unread_tensors
 from tritoncomm.integrations.transformers.recurrent_layers import parameters_of
 from tritoncomm.integrations.transformers.registration import registered
+from tritoncomm.integrations.transformers.sources import takes_keyword
 
 __all__ = ["WholeBatches"]
 
@@ -75,8 +75,8 @@ class WholeBatches(Followers):
         if notes_of(arguments.get("position_ids"), label) is not None:
             return None  # a shard
         _check_call(label, arguments)
-        tokens = next(filter(_is_tensor, map(arguments.get, ("input_ids", "inputs_embeds"))), None)
-        if tokens is None or tokens.dim() < 2:
+        tokens = arguments.get("inputs_embeds") if arguments.get("input_ids") is None else arguments["input_ids"]
+        if not isinstance(tokens, Tensor) or tokens.dim() < 2:
             raise ArgumentError(f"{label}: a batch needs input_ids, a tensor [batch, sequence]")
         shape = int(tokens.shape[0]), int(tokens.shape[1])
         _check_same(label, arguments, group)
@@ -88,7 +88,7 @@ class WholeBatches(Followers):
         if counted is not None and tuple(counted.labels.shape) != shape:
             got = list(counted.labels.shape)
             raise ShapeError(f"{label}: labels {got} need the shape of input_ids, {list(shape)}")
-        if counted is not None and not _takes_shift_labels(type(model)):
+        if counted is not None and not takes_keyword(type(model), "shift_labels"):
             raise UnsupportedError(f"{label} takes no shift_labels; leave labels out, and compute the loss from logits")
         forwards.enter_whole(model, forwards.WholeBatch(ref(model.get_submodule(path)), shape, documents))
         if counted is None:
@@ -123,17 +123,6 @@ class WholeBatches(Followers):
         arguments |= PositionCut(label, model, batch, ShardSpan.of(batch.shape[1], group), group).of(arguments)
         forwards.hand_on()
         return (), arguments
-
-
-@lru_cache(maxsize=64)
-def _takes_shift_labels(kind: type[nn.Module]) -> bool:
-    """Whether a forward takes labels that are shifted, by name or among further keywords."""
-    parameters = inspect.signature(kind.forward).parameters
-    return "shift_labels" in parameters or any(x.kind is x.VAR_KEYWORD for x in parameters.values())
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, Tensor)
 
 
 def _has_states(cache: Any) -> bool:

@@ -1,7 +1,6 @@
 """Losses that are sums over labels: each rank has those of its positions, and the losses of a group add up."""
 
 import importlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.integrations.changes import Changes
 from tritoncomm.integrations.transformers import model_parts
 from tritoncomm.integrations.transformers.batch import is_text, next_labels, shard_batch, text_of
+from tritoncomm.integrations.transformers.sources import takes_keyword
 from tritoncomm.integrations.transformers.training.fused_heads import gathered_head, has_fused_heads
 from tritoncomm.integrations.transformers.training.strategy import Prediction, Strategy
 
@@ -28,17 +28,13 @@ class LabelSums(Strategy):
 
     def options(self) -> dict[str, bool]:
         trainer = self._trainer
+        model: Any = model_parts.outermost(trainer.model.modules())
+        takes_count = trainer.model_accepts_loss_kwargs or takes_keyword(type(model), "num_items_in_batch")
         return {
             "compute_loss_func": trainer.compute_loss_func is not None,
             "label_smoothing_factor": trainer.label_smoother is not None,
-            "a model without num_items_in_batch": not trainer.model_accepts_loss_kwargs and not self._takes_count(),
+            "a model without num_items_in_batch": not takes_count,
         }
-
-    def _takes_count(self) -> bool:
-        """Whether the model's forward takes ``num_items_in_batch``, whatever its class tells ``Trainer``."""
-        model: Any = model_parts.outermost(self._trainer.model.modules())
-        parameters = inspect.signature(type(model).forward).parameters
-        return "num_items_in_batch" in parameters or any(x.kind is x.VAR_KEYWORD for x in parameters.values())
 
     @contextmanager
     def step(self) -> Iterator[None]:
