@@ -609,6 +609,11 @@ def test_models_inside_of_models_are_no_towers() -> None:
     taught.teacher = llama()
     assert model_parts.towers(taught) == model_parts.towers(Holder(llama())) == []
     assert model_parts.wrong_part(Holder(llama()), "sdpa", True) is None
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_heads": 4, "num_layers": 1, "vocab_size": 40}
+    both = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    assert model_parts.language_model_path(both) is None  # its encoder has a config of its own, and is called so
+    assert model_parts.language_model_path(llama()) is None
+    assert model_parts.language_model_path(composite("llava")) == "model.language_model"
     (tower,) = {type(part).__name__ for part in model_parts.towers(composite("qwen3_5"))}
     assert tower == "Qwen3_5VisionModel"
 

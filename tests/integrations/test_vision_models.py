@@ -26,7 +26,7 @@ from vision_sweep import compare, drawn_verdicts, gradients, verdict
 
 from tritoncomm.errors import ArgumentError, CommError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.integrations import transformers as ours
-from tritoncomm.integrations.transformers import forwards, whole_batches
+from tritoncomm.integrations.transformers import forwards, recurrent_layers, whole_batches
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -263,6 +263,22 @@ def test_packed_rows_with_positions_of_images(group: ProcessGroup, name: str) ->
 
 
 IMAGES = ("pixel_values", "image_grid_thw")
+
+
+@pytest.mark.ranks(2)
+def test_the_model_around_makes_its_own_mask_of_states(group: ProcessGroup) -> None:
+    """Of all positions, by transformers' function; that of a shard is for the layers of the language model."""
+    try:
+        it, seen = Switched(group, "qwen3_5"), []
+        language_model = it.model.model.language_model
+        make = recurrent_layers._mask_of_layers(lambda _: "of all positions")
+        for when in ({"prepend": True}, {}):  # before the shard is taken, and behind
+            language_model.register_forward_pre_hook(lambda module, _: seen.append(make(module.config)), **when)
+        it.model(**it.batch, use_cache=False)
+        assert seen[0] == "of all positions"
+        assert seen[1].shape == (2, 23)
+    finally:
+        ours.unregister()
 
 
 @pytest.mark.ranks(2)

@@ -125,15 +125,9 @@ class WholeBatches(Followers):
         return (), arguments
 
 
-def _has_states(cache: Any) -> bool:
-    """Whether a cache has states of earlier positions; an empty one is what models make for themselves."""
-    length = getattr(cache, "get_seq_length", None)
-    return cache is not None and (length is None or bool(length()))
-
-
 def _check_call(label: str, arguments: Mapping[str, Any]) -> None:
     """Reject a call whose result would be of other positions than one process has."""
-    if any(map(_has_states, map(arguments.get, ("past_key_values", "cache_params")))) or _is_generating():
+    if _is_generating():  # with its cache attention is refused later, by the number of keys; without one nowhere
         raise UnsupportedError(
             f"{label}: a key/value cache is not supported; pass use_cache=False, and generate after "
             "switch(model, 'sdpa')"
