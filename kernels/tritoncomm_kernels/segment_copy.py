@@ -157,9 +157,10 @@ class SegmentCall:
         self._layout = name, segments, layouts_of(wire, tensors)
         self._options = accumulate, sums
         self._launches: dict[tuple[int, tuple[int, ...] | None], list[tuple[Launch, torch.dtype | None]]] = {}
+        self._copied = 0
 
-    def __call__(self, tensors: Sequence[Tensor], wire: Tensor) -> None:
-        """Launch on the current stream.
+    def __call__(self, tensors: Sequence[Tensor], wire: Tensor) -> int:
+        """Launch on the current stream, and return the bytes read plus written.
 
         Args:
             tensors: the table's tensors, in its order.
@@ -173,10 +174,12 @@ class SegmentCall:
             if len(self._launches) >= _ALIGNMENTS:
                 self._launches.clear()
             # By position, as in ``_run``, because calls share the cache of plans. False: no scale.
-            launches = self._launches[key] = _plan(*self._layout, key[1], key[0], False, *self._options)[0]
+            launches, self._copied = _plan(*self._layout, key[1], key[0], False, *self._options)
+            self._launches[key] = launches
         listed, values = _arguments(addresses, wire)
         for launch, _ in launches:
             launch(wire, listed, 1.0, *values)
+        return self._copied
 
 
 def _run(

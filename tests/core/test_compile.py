@@ -381,8 +381,7 @@ def test_collectives(pool: Pool, backend: str) -> None:
     pool.run(collectives_are_eager, backend, world=2, timeout=110)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
 def test_one_rank(pool: Pool, backend: str) -> None:
     """Nothing is sent, and the gradient arrives."""
     assert pool.run(one_rank_is_eager, backend, world=1) == [0]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import ArgumentError, CommError, UnsupportedError, collective, record, variables
-from tritoncomm.core import backend
+from tritoncomm.core import backend, node_exchange
 from tritoncomm.core.node_exchange import Nodes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16)
@@ -147,7 +147,9 @@ def run_by_launcher(group: ProcessGroup) -> None:
         "LOCAL_WORLD_SIZE": 2,
         "TORCHELASTIC_RUN_ID": "job",
     }
+    read = node_exchange._launched_per_node.__wrapped__  # variables of this process's launcher are read once
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node_exchange, "_launched_per_node", read)
         for name, value in ranks.items():
             patch.setenv(name, str(value))
         assert Nodes.of(group, "f") == (2, 2, group.rank() // 2, group.rank() % 2)

@@ -38,11 +38,11 @@ def test_blocks(layout: str, path: str) -> None:
         block = x[tuple(slice(at, at + n) for at, n in zip(start, extent, strict=True))]
         table = table_of([Block.of_box(0, x.shape, x.stride(), start, extent, 3)], [x.dtype])
         assert table is not None
-        gather, scatter = TablePass("gather_segments", table), TablePass("scatter_segments", table)
+        by_table = TablePass(table, (1,))  # of the second of a call's tensors
         assert table.wire_bytes == (3 + block.nbytes if block.numel() else 0)
         wire = torch.full((3 + block.nbytes,), 90, dtype=torch.uint8)
         with ops.path(path):
-            assert gather.run([x], wire) == path
+            assert by_table.pack([wire, x], wire).path == path
         assert torch.equal(wire[3:], bits(torch.cat([block.reshape(-1)])))
         assert (wire[:3] == 90).all()
         if layout != "expanded":
@@ -50,7 +50,7 @@ def test_blocks(layout: str, path: str) -> None:
             expected = back.clone()
             expected[tuple(slice(at, at + n) for at, n in zip(start, extent, strict=True))] = block
             with ops.path(path):
-                assert scatter.run([back], wire) == path
+                assert by_table.unpack(wire, [wire, back]).path == path
             assert torch.equal(bits(back), bits(expected))
 
 

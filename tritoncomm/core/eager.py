@@ -98,14 +98,11 @@ def all_gather(
             out = torch.ops.aten._unsafe_view(wire.narrow(0, 0, math.prod(planned.shape)), planned.shape)
         span.end("torch" if copied else "view", copied, planned.bytes_sent)
         return (out, Handle(work, out, None, x, wire)) if asynchronous else out
-    if asynchronous or isinstance(unpack, Pass):
+    if asynchronous:
         out = empty(x, planned.shape, contiguous_stride(planned.shape), x.dtype)
-        if asynchronous:
-            span.end(ops.path_for(out, "unpack", dim, world, sizes), copied, planned.bytes_sent)
-            return out, Handle(work, out, lambda: unpack.unpack(wire, (out,)), x, wire)
-        _, path, unpacked = unpack.unpack(wire, (out,))
-    else:
-        (out,), path, unpacked = unpack.results(wire)
+        span.end(ops.path_for(out, "unpack", dim, world, sizes), copied, planned.bytes_sent)
+        return out, Handle(work, out, lambda: unpack.unpack(wire, (out,)), x, wire)
+    (out,), path, unpacked = unpack.results(wire, (planned.shape,))
     span.end(path, copied + unpacked, planned.bytes_sent)
     return out
 

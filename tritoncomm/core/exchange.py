@@ -8,16 +8,12 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm.core import backend
 from tritoncomm.core.memory import contiguous_stride, empty
-from tritoncomm.core.ops import SplitPass, contiguous
+from tritoncomm.core.ops import SplitPass
 from tritoncomm.core.passes import Pass
 from tritoncomm.core.plan import Ints
 from tritoncomm.record import CopyPath, Span
 
-__all__ = ["Exchange", "StartedExchange"]
-
-
-_Started = tuple[Tensor, backend.Work, Tensor, CopyPath, int]
-"""The fields of ``StartedExchange``."""
+__all__ = ["Exchange", "StartedExchange", "all_to_all"]
 
 
 class StartedExchange(NamedTuple):
@@ -33,11 +29,47 @@ class StartedExchange(NamedTuple):
     received: Tensor
     work: backend.Work
     sent: Tensor
-    path: CopyPath
-    copied: int
+    path: CopyPath = "view"
+    copied: int = 0
 
 
-_Pack = TypeVar("_Pack", bound=Pass | SplitPass | None)
+def all_to_all(
+    wire: Tensor,
+    send_counts: Ints,
+    recv_counts: Ints,
+    group: ProcessGroup,
+    name: str,
+    received: Tensor | None = None,
+    asynchronous: bool = False,
+    shape: Ints | None = None,
+) -> StartedExchange:
+    """Start to send the rows of dim 0 of a contiguous wire to the ranks; the caller counts its bytes.
+
+    Over one rank the wire itself is what arrives, unless there is a ``shape``.
+
+    Args:
+        send_counts, recv_counts: rows to and from each rank; empty if all are equal.
+        received: contiguous memory for what arrives from several ranks; new memory by default.
+        asynchronous: return while the all-to-all runs; the caller waits for its work.
+        shape: of new memory for what arrives, which is a result; by default that of the rows.
+    """
+    if shape is None and group.size() == 1:
+        return StartedExchange(wire, None, wire)
+    if received is None:
+        if shape is None:
+            shape = (sum(recv_counts), *wire.shape[1:]) if recv_counts else wire.shape
+        # Strides are cached by shape. They do not depend on the number of rows, which may be new in every call.
+        received = empty(wire, shape, contiguous_stride((1, *shape[1:])), wire.dtype)
+    arriving = received  # the backend counts rows of dim 0, and takes equal ones of two tensors of one shape
+    if not send_counts and received.shape != wire.shape:
+        arriving = received.view(wire.shape)
+    elif received.dim() != wire.dim():
+        arriving = received.view(-1)
+    work = backend.all_to_all(arriving, wire, recv_counts, send_counts, group, name, asynchronous)
+    return StartedExchange(received, work, wire)
+
+
+_Pack = TypeVar("_Pack", bound=Pass | SplitPass)
 _Unpack = TypeVar("_Unpack", bound=Pass | SplitPass | None)
 
 
@@ -45,19 +77,19 @@ class Exchange(NamedTuple, Generic[_Pack, _Unpack]):
     """Value of a planner: which blocks go to which ranks, and which arrive.
 
     Attributes:
-        pack: pass from the tensors to the wire; None: send the single input as is, made contiguous.
+        pack: pass from the tensors to the wire.
         unpack: pass from the received wire to the results; None where the wire is the one result.
         shapes: of the results; needed unless the caller has memory for what arrives.
-        send_counts, recv_counts: elements to and from each rank, or rows without ``pack``; empty if all are equal.
-        bytes_sent: bytes to other ranks, where nobody else counts them.
+        send_counts, recv_counts: elements to and from each rank; empty if all are equal.
+        bytes_sent: bytes to other ranks.
     """
 
-    pack: _Pack = None  # pyright: ignore[reportAssignmentType]
-    unpack: _Unpack = None  # pyright: ignore[reportAssignmentType]
-    shapes: Sequence[Ints] = ()
-    send_counts: Ints = ()
-    recv_counts: Ints = ()
-    bytes_sent: int = 0
+    pack: _Pack
+    unpack: _Unpack
+    shapes: Sequence[Ints]
+    send_counts: Ints
+    recv_counts: Ints
+    bytes_sent: int
 
     def run(
         self,
@@ -73,20 +105,21 @@ class Exchange(NamedTuple, Generic[_Pack, _Unpack]):
             outs: tensors to fill; new contiguous ones by default.
             asynchronous: run the all-to-all on the backend's own stream. The results are waited for in any case.
         """
-        received, work, sent, path, copied = self._send(tensors, group, span.name, None, asynchronous)
-        if work is not None:
-            work.wait()
-        del sent  # freed before the results are allocated
+        wire, path, copied = self.pack.pack(tensors)
+        if self.send_counts:
+            wire = wire.view(-1)  # counts are of elements
+        shape = self.shapes[0] if self.unpack is None else None  # what arrives is the result, no view of another tensor
+        started = all_to_all(wire, self.send_counts, self.recv_counts, group, span.name, None, asynchronous, shape)
+        if started.work is not None:
+            started.work.wait()
+        received = started.received
+        del wire, started  # the sent bytes are freed before the results are allocated
         if self.unpack is None:
             span.end(path, copied, self.bytes_sent)
             return [received]
-        if outs is None and isinstance(self.unpack, SplitPass):
-            outs, way, unpacked = self.unpack.results(received)
+        if outs is None:
+            outs, way, unpacked = self.unpack.results(received, self.shapes)
         else:
-            if outs is None:
-                outs = []
-                for shape in self.shapes:
-                    outs.append(empty(received, shape, contiguous_stride(shape), received.dtype))
             _, way, unpacked = self.unpack.unpack(received, outs)
         span.end(way if path == "view" else path, copied + unpacked, self.bytes_sent)
         return outs
@@ -102,32 +135,10 @@ class Exchange(NamedTuple, Generic[_Pack, _Unpack]):
         """Pack the tensors and start the all-to-all; the caller waits for its work and unpacks.
 
         Args:
-            received: memory for what arrives, flat with ``pack``; new memory by default.
+            received: flat memory for what arrives; new memory by default.
         """
-        return StartedExchange(*self._send(tensors, group, name, received, asynchronous))
-
-    def _send(
-        self, tensors: Sequence[Tensor], group: ProcessGroup, name: str, received: Tensor | None, asynchronous: bool
-    ) -> _Started:
-        """Start as ``start``, and return a plain tuple: a ``StartedExchange`` takes a third of a small pass to make."""
-        if self.pack is None:
-            wire, copied = contiguous(tensors[0])
-            path = "torch" if copied else "view"
-        else:
-            wire, path, copied = self.pack.pack(tensors)
-        if received is None:
-            if self.unpack is None:  # what arrives is the result, and a result is no view of another tensor
-                shape = self.shapes[0]
-            else:
-                shape = (self.unpack.elements,) if self.send_counts else wire.shape
-            # Strides are cached by shape. They do not depend on the number of rows, which may be new in every call.
-            received = empty(wire, shape, contiguous_stride((1, *shape[1:])), wire.dtype)
-        out = received
-        # The backend counts along dim 0: elements of flat wires, or rows as they are where nothing was packed. Equal
-        # counts need two tensors of one shape.
-        if self.pack is not None and self.send_counts:
-            wire, out = wire.view(-1), received.view(-1)
-        elif self.pack is not None and received.shape != wire.shape:
-            out = received.view(wire.shape)
-        work = backend.all_to_all(out, wire, self.recv_counts, self.send_counts, group, name, asynchronous)
-        return received, work, wire, path, copied
+        wire, path, copied = self.pack.pack(tensors)
+        if self.send_counts:
+            wire = wire.view(-1)
+        started = all_to_all(wire, self.send_counts, self.recv_counts, group, name, received, asynchronous)
+        return StartedExchange(started.received, started.work, wire, path, copied)

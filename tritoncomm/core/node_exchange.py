@@ -9,7 +9,7 @@ in which most ranks send nothing to each other: backends skip empty messages, an
 import math
 import os
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tritoncomm import launchers, variables
-from tritoncomm.core import backend
+from tritoncomm.core import backend, exchange
 from tritoncomm.core.exchange import Exchange
 from tritoncomm.core.memory import contiguous_stride, empty
 from tritoncomm.core.ops import SplitPass, contiguous, split_pass
 from tritoncomm.core.plan import CollectivePlan, Ints
-from tritoncomm.core.validation import ranks_of
+from tritoncomm.core.validation import PerGroup, ranks_of
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.record import Span
 
@@ -71,15 +71,38 @@ class Nodes(NamedTuple):
             raise ArgumentError(
                 f"{name}: the launcher does not say how many ranks a node has; set {variables.NODE.name}"
             )
-        places = [rank // per_node for rank in ranks_of(group, name)]
-        size = places.count(places[0])
-        count, position = len(places) // size, group.rank()
-        if places != [place for place in dict.fromkeys(places) for _ in range(size)]:
+        nodes = _placement_of(group, per_node, name).nodes
+        if nodes is None:
+            places = [rank // per_node for rank in ranks_of(group, name)]
             raise UnsupportedError(
                 f"{name}: a two-level exchange needs a group with equally many ranks on each node, in the order of the "
                 f"nodes; with {per_node} ranks per node its ranks are on nodes {places[:16]}"
             )
-        return cls(count, size, position // size, position % size)
+        return nodes
+
+
+class _Placement(NamedTuple):
+    """Number of nodes of a group with so many ranks on each node of the job; its ``Nodes``, None if they are uneven."""
+
+    per_node: int
+    count: int
+    nodes: Nodes | None
+
+
+_placements: PerGroup[_Placement] = PerGroup()
+
+
+def _placement_of(group: ProcessGroup, per_node: int, name: str) -> _Placement:
+    """Return the placement of ``group``, which takes 40 us to find for 1,024 ranks, from the cache."""
+    placement = _placements.get(group)
+    if placement is None or placement.per_node != per_node:
+        places = [rank // per_node for rank in ranks_of(group, name)]
+        distinct = list(dict.fromkeys(places))
+        count, size, position = len(distinct), len(places) // len(distinct), group.rank()
+        is_even = places == [place for place in distinct for _ in range(size)]
+        nodes = Nodes(count, size, position // size, position % size) if is_even else None
+        placement = _placements.set(group, _Placement(per_node, count, nodes))
+    return placement
 
 
 def chosen(levels: str, group: ProcessGroup, name: str) -> Nodes | None:
@@ -94,8 +117,12 @@ def chosen(levels: str, group: ProcessGroup, name: str) -> Nodes | None:
 
 def _ranks_per_node() -> int | None:
     """Return what ``TRITONCOMM_NODE`` or the launcher says; None if neither does."""
-    if variables.NODE.value:
-        return variables.NODE.value
+    return variables.NODE.value or _launched_per_node()
+
+
+@cache
+def _launched_per_node() -> int | None:
+    """Return what the launcher says, whose variables are read once: they take 10 us."""
     launch = launchers.started_by(os.environ)
     return None if launch is None else launch.local_size
 
@@ -103,7 +130,7 @@ def _ranks_per_node() -> int | None:
 def nodes_of(group: ProcessGroup, name: str) -> int:
     """Return the number of nodes of ``group``; 1 where nobody says how many ranks a node has."""
     per_node = _ranks_per_node()
-    return len({rank // per_node for rank in ranks_of(group, name)}) if per_node else 1
+    return _placement_of(group, per_node, name).count if per_node else 1
 
 
 def _arriving(in_rows: Ints, nodes: Nodes, group: ProcessGroup, name: str, device: torch.device) -> list[list[int]]:
@@ -113,8 +140,7 @@ def _arriving(in_rows: Ints, nodes: Nodes, group: ProcessGroup, name: str, devic
     """
     sent = torch.tensor(in_rows, dtype=torch.int64, device=device)
     sizes = nodes.across([nodes.size] * nodes.count)
-    exchange = Exchange(shapes=((nodes.world,),), send_counts=sizes, recv_counts=sizes)
-    received = exchange.start((sent,), group, name, asynchronous=False).received
+    received = exchange.all_to_all(sent, sizes, sizes, group, name).received
     # The host waits for the device here.
     return received.view(nodes.count, nodes.size).tolist()
 
@@ -123,29 +149,35 @@ def all_to_all(x: Tensor, planned: CollectivePlan, nodes: Nodes, group: ProcessG
     """Run an exchange of the rows of dim 0 in two levels, end the span of the call, and return what arrives."""
     if planned.send_sizes:
         return _by_sizes(x, planned, nodes, group, span)
-    first, second = _even_levels(x.shape, x.itemsize, nodes)
-    middle = first.start((x,), group, span.name, asynchronous=False)
-    crossed = second.start((middle.received,), group, span.name, asynchronous=False)
-    (out,), _, unpacked = second.unpack.results(crossed.received)
-    span.end(crossed.path, middle.copied + crossed.copied + unpacked, first.bytes_sent + second.bytes_sent)
-    return torch.ops.aten._unsafe_view(out, planned.shape)
+    plan = _even_levels(x.shape, x.itemsize, nodes)
+    x, copied = contiguous(x)
+    middle = exchange.all_to_all(x, plan.rows, plan.rows, group, span.name)
+    crossed = plan.inside.start((middle.received,), group, span.name, asynchronous=False)
+    results = plan.inside.unpack.results(crossed.received)
+    span.end(crossed.path, copied + crossed.copied + results.copied, plan.bytes_between + plan.inside.bytes_sent)
+    return torch.ops.aten._unsafe_view(results.tensors[0], planned.shape)
+
+
+class _EvenLevels(NamedTuple):
+    """Exchanges of equal chunks: rows of dim 0 to each rank on the first level, and its bytes; the second level."""
+
+    rows: Ints
+    bytes_between: int
+    inside: Exchange[SplitPass, SplitPass]
 
 
 @lru_cache(maxsize=256)
-def _even_levels(
-    shape: Ints, itemsize: int, nodes: Nodes
-) -> tuple[Exchange[None, None], Exchange[SplitPass, SplitPass]]:
+def _even_levels(shape: Ints, itemsize: int, nodes: Nodes) -> _EvenLevels:
     """Return the exchanges of equal chunks between nodes and inside of the node."""
     count, size = nodes.count, nodes.size
     chunk = shape[0] // nodes.world
     row = math.prod(shape[1:])
     rows = nodes.across([size * chunk] * count)
-    bytes_sent = (count - 1) * size * chunk * row * itemsize
-    first = Exchange(shapes=(shape,), send_counts=rows, recv_counts=rows, bytes_sent=bytes_sent)
     # The pack brings [node][local] of the rows in the middle to [local][node], and the unpack brings them back.
     turn = split_pass((count, size, chunk * row), None, 1, size, None)
     counts = nodes.inside([count * chunk * row] * size)
-    return first, Exchange(turn, turn, (shape,), counts, counts, (size - 1) * count * chunk * row * itemsize)
+    inside = Exchange(turn, turn, (shape,), counts, counts, (size - 1) * count * chunk * row * itemsize)
+    return _EvenLevels(rows, (count - 1) * size * chunk * row * itemsize, inside)
 
 
 def _by_sizes(x: Tensor, planned: CollectivePlan, nodes: Nodes, group: ProcessGroup, span: Span) -> Tensor:
@@ -159,20 +191,15 @@ def _by_sizes(x: Tensor, planned: CollectivePlan, nodes: Nodes, group: ProcessGr
     # ``ahead`` counts the rows that this rank sends to the rank of each node, for all ranks of that node. ``middle``
     # gets what the ranks of all nodes send through this rank to the ranks of its node: [node][local rank].
     ahead = [sum(in_rows[node * size : (node + 1) * size]) for node in range(count)]
-    shape = (sum(map(sum, counts)), *row)
     crossing = nodes.across([sum(rows) for rows in counts])
-    first = Exchange(shapes=(shape,), send_counts=nodes.across(ahead), recv_counts=crossing)
-    middle = first.start((x,), group, name, asynchronous=False)
+    middle = exchange.all_to_all(x, nodes.across(ahead), crossing, group, name)
     # ``away`` counts the rows that this rank hands to each rank of its own node; ``arriving`` is [local rank][node].
     away = [sum(column) for column in zip(*counts, strict=True)]
     arriving = [list(out_rows[local::size]) for local in range(size)]
-    second = Exchange(
-        shapes=((planned.shape[0], *row),),
-        send_counts=nodes.inside(away),
-        recv_counts=nodes.inside([sum(rows) for rows in arriving]),
-    )
     turned = _transposed(middle.received, counts)
-    received = second.start((turned,), group, name, asynchronous=False).received
+    del middle
+    in_node = nodes.inside([sum(rows) for rows in arriving])
+    received = exchange.all_to_all(turned, nodes.inside(away), in_node, group, name).received
     _transposed(received, arriving, backend.carrier(out))
     sent = sum(ahead) - ahead[nodes.node] + sum(away) - away[nodes.local]
     copied += 2 * (turned.nbytes + received.nbytes)

@@ -25,16 +25,34 @@ if TYPE_CHECKING:
     from tritoncomm_kernels.launch import Launch
 
 __all__ = [
-    "Passed", "Results", "SplitPass", "contiguous", "dense", "forced_path", "has_lazy", "pack", "pack_into",
+    "PassResult", "Results", "SplitPass", "contiguous", "dense", "forced_path", "has_lazy", "pack", "pack_into",
     "path", "path_for", "reduce", "reinterpreted", "resolved", "split_pass", "unpack",
 ]  # fmt: skip
 
-Passed = tuple[Tensor, CopyPath, int]
-"""A pass that ran: the tensor that it made, or its wire, the path, and the bytes read plus bytes written."""
-Results = tuple[list[Tensor], CopyPath, int]
-"""New tensors of an unpack, its path, and the bytes read plus bytes written."""
 _CAT_ROW, _CAT_BYTES = 2048, 1 << 15  # torch.cat is faster for rows of at most, and wires of at least, these bytes
 _forced = variables.PATH
+
+
+class PassResult(NamedTuple):
+    """Result of a pass.
+
+    Attributes:
+        tensor: the wire of a pack, the first tensor that an unpack filled.
+        path: a view, a copy by torch, or a Triton kernel.
+        copied: bytes read plus bytes written.
+    """
+
+    tensor: Tensor
+    path: CopyPath
+    copied: int
+
+
+class Results(NamedTuple):
+    """New tensors of an unpack, its path, and the bytes read plus bytes written."""
+
+    tensors: list[Tensor]
+    path: CopyPath
+    copied: int
 
 
 def path(name: PathChoice) -> AbstractContextManager[None]:
@@ -114,7 +132,7 @@ class SplitPass(NamedTuple):
         """Number of elements of the wire."""
         return math.prod(self.split.wire_shape)
 
-    def pack(self, tensors: Sequence[Tensor]) -> Passed:
+    def pack(self, tensors: Sequence[Tensor]) -> PassResult:
         """Bring the tensor into a new wire, or view it as one; see ``pack``."""
         _range = profiler._is_profiler_enabled and record.profiler_range("pack")
         (x,), split = tensors, self.split
@@ -122,35 +140,36 @@ class SplitPass(NamedTuple):
             return pack(resolved(x), split.dim, split.world, split.sizes)
         if split.is_wire:
             # Dims of size 1 may stand in front, and torch 2.15 wants to split dim 0.
-            return x.view(-1) if split.sizes is not None or split.shape[0] % split.world else x, "view", 0
+            is_flat = split.sizes is not None or split.shape[0] % split.world
+            return PassResult(x.view(-1) if is_flat else x, "view", 0)
         if split.ranks is None:
             wire = x.new_empty(split.wire_shape)
         else:  # almost every call is an even split
             if path_for(x, "pack", split.dim, split.world) == "torch":
-                return x.as_strided(*split.ranks).contiguous(), "torch", 2 * x.nbytes
+                return PassResult(x.as_strided(*split.ranks).contiguous(), "torch", 2 * x.nbytes)
             wire = x.new_empty(split.ranks[0])
             if copied := _plain_copy("pack", x, wire, split):
-                return wire, "triton", copied
-        return wire, *_pack_into(wire, x, split, None)
+                return PassResult(wire, "triton", copied)
+        return PassResult(wire, *_pack_into(wire, x, split, None))
 
-    def unpack(self, wire: Tensor, tensors: Sequence[Tensor]) -> Passed:
+    def unpack(self, wire: Tensor, tensors: Sequence[Tensor]) -> PassResult:
         """Bring the wire into a tensor of the split's shape and any strides."""
         split = self.split
         return unpack(wire, split.shape, split.dim, split.world, split.sizes, out=tensors[0])
 
-    def results(self, wire: Tensor) -> Results:
-        """Unpack the wire into a new contiguous tensor, of the split's shape."""
+    def results(self, wire: Tensor, shapes: Sequence[Ints] = ()) -> Results:
+        """Unpack the wire into a new contiguous tensor, whose shape is the split's."""
         _range = profiler._is_profiler_enabled and record.profiler_range("unpack")
         split = self.split
         if split.gathered is None or not wire.is_contiguous():
             out = wire.new_empty(split.shape)
         else:
             if path_for(wire, "unpack", split.dim, split.world, None, split.shape) == "torch":
-                return [_gathered(wire, split, split.gathered)], "torch", 2 * wire.nbytes
+                return Results([_gathered(wire, split, split.gathered)], "torch", 2 * wire.nbytes)
             out = wire.new_empty(split.shape)
             if copied := _plain_copy("unpack", out, wire, split):
-                return [out], "triton", copied
-        return [out], *_unpack_into(out, wire, split, None, False)
+                return Results([out], "triton", copied)
+        return Results([out], *_unpack_into(out, wire, split, None, False))
 
 
 _even_pass = lru_cache(maxsize=8192)(lambda *layout: SplitPass(split_of(*layout)))
@@ -171,7 +190,7 @@ def pack(
     dtype: torch.dtype | None = None,
     scale: float | None = None,
     out: Tensor | None = None,
-) -> Passed:
+) -> PassResult:
     """Put ``x`` into rank order: ``wire[w] = chunk w of x along dim``, by one pass over memory or none.
 
     Args:
@@ -195,7 +214,7 @@ def pack(
     x = resolved(x)
     split, _range = split_pass(x.shape, x.stride(), dim, world, sizes).split, record.profiler_range("pack")
     wire = x.new_empty(split.wire_shape, dtype=dtype) if out is None else out
-    return wire, *_pack_into(wire, x, split, scale)
+    return PassResult(wire, *_pack_into(wire, x, split, scale))
 
 
 def _pack_into(wire: Tensor, x: Tensor, split: Split, scale: float | None) -> tuple[CopyPath, int]:
@@ -239,7 +258,7 @@ def unpack(
     scale: float | None = None,
     out: Tensor | None = None,
     accumulate: bool = False,
-) -> Passed:
+) -> PassResult:
     """Concatenate the ranks' shards of a wire along ``dim``, by one pass over memory: the inverse of ``pack``.
 
     Args:
@@ -261,11 +280,11 @@ def unpack(
     over = split_pass(tuple(shape), None if out is None else out.stride(), dim, world, sizes)
     if out is None and scale is None and (dtype is None or dtype is wire.dtype):
         (out,), path, copied = over.results(wire)
-        return out, path, copied
+        return PassResult(out, path, copied)
     split, _range = over.split, record.profiler_range("unpack")
     if out is None:
         out = wire.new_empty(split.shape, dtype=dtype)
-    return out, *_unpack_into(out, wire, split, scale, accumulate)
+    return PassResult(out, *_unpack_into(out, wire, split, scale, accumulate))
 
 
 def _gathered(wire: Tensor, split: Split, layout: tuple[Ints, Ints, Ints | None]) -> Tensor:
@@ -317,7 +336,7 @@ def _leave_to_torch(error: TooLargeError) -> None:
 
 def reduce(
     wire: Tensor, *, dtype: torch.dtype | None = None, scale: float | None = None, out: Tensor | None = None
-) -> Passed:
+) -> PassResult:
     """Sum the ranks' parts of a wire in rank order: ``out = (wire[0] + wire[1] + ...) * scale``.
 
     The sum is in fp32, with one rounding at the end.
@@ -341,10 +360,10 @@ def reduce(
         flat, total = wire.flatten(1) if wire.dim() > 2 else wire.view(wire.shape[0], -1), out.view(-1)
     if path_for(wire, "reduce") == "triton":
         try:
-            return out, "triton", kernels.reduce(flat, total, scale)
+            return PassResult(out, "triton", kernels.reduce(flat, total, scale))
         except TooLargeError as error:
             _leave_to_torch(error)  # raises only if triton is forced
-    return out, "torch", torch_path.reduce(flat, total, scale)
+    return PassResult(out, "torch", torch_path.reduce(flat, total, scale))
 
 
 def contiguous(x: Tensor) -> tuple[Tensor, int]:

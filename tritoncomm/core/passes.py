@@ -4,7 +4,6 @@ A planner lists the blocks of the tensors and their places in the wire; only thi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal, NamedTuple
@@ -13,21 +12,21 @@ import torch
 import tritoncomm_kernels as kernels
 from torch import Tensor
 from torch.autograd import profiler
-from tritoncomm_kernels import PADDING, Segments, torch_path
+from tritoncomm_kernels import PADDING, Segments, in_turns, torch_path
 from tritoncomm_kernels.dtypes import checked_scale, wide_type
 
 from tritoncomm import record, variables
 from tritoncomm.core.blocks import Block, check_cover, table_of
 from tritoncomm.core.memory import contiguous_stride, empty, has_wrapper
-from tritoncomm.core.ops import Passed, has_lazy, path_for, reduce
+from tritoncomm.core.ops import PassResult, Results, has_lazy, path_for, reduce
 from tritoncomm.core.plan import Ints
-from tritoncomm.record import CopyPath
 
 __all__ = ["Pass", "TablePass", "WrittenBox", "takes_kernel", "whole_tensors"]
 
 _IN_ORDER = 4  # `torch.sum` adds up to 4 terms sequentially, more pairwise
 _CHECKED = 64  # blocks of a pass that are always compared with its wire
 _BUFFERS = 16  # a pass by torch with a scale needs a buffer, of so large a part of a block
+_KernelName = Literal["gather_segments", "scatter_segments", "copy_segments"]
 _ARITHMETIC = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -149,7 +148,7 @@ class Pass:
         wire: Tensor | None = None,
         scale: float | None = None,
         slots: list[Tensor] | None = None,
-    ) -> Passed:
+    ) -> PassResult:
         """Bring the blocks of the tensors into the wire, with a cast to its dtypes.
 
         Args:
@@ -165,7 +164,7 @@ class Pass:
         is_plain = wire is None and scale is None and first.dtype is self.dtypes[0]
         if is_plain and not is_lazy and self.is_in_order and first.numel() == self.elements:
             # By memory, not by indices: a transposed tensor with one index of the split dim per rank is in order, too.
-            return first.as_strided((self.elements,), (1,)), "view", 0
+            return PassResult(first.as_strided((self.elements,), (1,)), "view", 0)
         path = path_for(first, "segments")
         if path == "torch" and is_plain and self.joined is not None:
             views = []
@@ -173,17 +172,17 @@ class Pass:
                 x = tensors[block.tensor]
                 views.append(block.view(x) if block.offset else x.as_strided(block.size, block.stride))
             wire = torch.cat(views, self.joined[1])
-            return wire.view(-1), path, 2 * wire.nbytes
+            return PassResult(wire.view(-1), path, 2 * wire.nbytes)
         if wire is None:
             wire = empty(first, (self.elements,), (1,), self.dtypes[0])
         # A table reads memory as it is; torch reads the values of tensors with lazy bits, and of wrappers.
         if path == "torch" or is_lazy or has_wrapper(tensors) or self.table is None:
-            return wire, "torch", self._pack_blocks(tensors, wire, scale, slots)
-        return wire, path, kernels.gather_segments(tensors, wire, self.table, scale=scale)
+            return PassResult(wire, "torch", self._pack_blocks(tensors, wire, scale, slots))
+        return PassResult(wire, path, kernels.gather_segments(tensors, wire, self.table, scale=scale))
 
     def unpack(
         self, wire: Tensor, tensors: Sequence[Tensor], scale: float | None = None, accumulate: bool = False
-    ) -> Passed:
+    ) -> PassResult:
         """Bring the blocks of the wire into the tensors, with a cast to their dtypes: the inverse of ``pack``.
 
         Args:
@@ -191,15 +190,22 @@ class Pass:
             accumulate: add to the tensors instead of overwriting them.
         """
         if self.parts and not accumulate:
-            total, path, copied = reduce(wire.view(self.parts, -1), scale=scale, out=tensors[0])
-            return total, path, copied
+            return reduce(wire.view(self.parts, -1), scale=scale, out=tensors[0])
         _range = profiler._is_profiler_enabled and record.profiler_range("unpack")
         path = path_for(wire, "segments")
         has_kernel = not self.sums or all(dtype in _ARITHMETIC for dtype in self.dtypes)
         if path == "torch" or not has_kernel or has_lazy(tensors) or has_wrapper(tensors) or self.table is None:
-            return wire, "torch", self._unpack_blocks(wire, tensors, scale, accumulate)
+            return PassResult(tensors[0], "torch", self._unpack_blocks(wire, tensors, scale, accumulate))
         options = {"scale": scale, "accumulate": accumulate, "sums": self.sums}
-        return wire, path, kernels.scatter_segments(wire, tensors, self.table, **options)
+        return PassResult(tensors[0], path, kernels.scatter_segments(wire, tensors, self.table, **options))
+
+    def results(self, wire: Tensor, shapes: Sequence[Ints]) -> Results:
+        """Unpack the wire into new contiguous tensors of these shapes and the wire's dtype."""
+        outs = []
+        for shape in shapes:
+            outs.append(empty(wire, shape, contiguous_stride(shape), wire.dtype))
+        _, path, copied = self.unpack(wire, outs)
+        return Results(outs, path, copied)
 
     def _pack_blocks(
         self, tensors: Sequence[Tensor], wire: Tensor, scale: float | None, slots: list[Tensor] | None
@@ -261,50 +267,52 @@ class Pass:
         return copied
 
 
-@dataclass
 class TablePass:
-    """A pass over a table of any length, always for tensors of one layout: its launches are prepared once.
+    """A pass by a table of any length, always for tensors of one layout: its launches are prepared once.
 
     They stay here instead of in the kernels' cache: the plan of a large model has more passes than that cache has
     entries (128).
 
-    Attributes:
-        name: the kernels' function.
-        table: of a copy between tensors, ``Copies``.
-        accumulate: a scatter adds to the tensors' values.
-        sums: a scatter adds up segments of the same rows.
-        launches: the prepared launches; None before the first call.
+    Args:
+        table: of segments; of copies between tensors, ``Copies``.
+        used: indices of the table's tensors among those of a call, as a launch takes the addresses of its tensors.
+        sums: an unpack adds up segments of the same rows.
     """
 
-    name: Literal["gather_segments", "scatter_segments", "copy_segments"]
-    table: Segments
-    accumulate: bool = False
-    sums: bool = False
-    launches: "kernels.SegmentCall | None" = None
+    def __init__(self, table: Segments, used: Ints, *, sums: bool = False) -> None:
+        self.table, self.used, self.sums = table, used, sums
+        self._launches: dict[tuple[str, bool], kernels.SegmentCall] = {}
 
-    def run(self, tensors: Sequence[Tensor], wire: Tensor) -> CopyPath:
-        """Gather from the tensors into the wire, or scatter the wire into them; return the path."""
+    def pack(self, tensors: Sequence[Tensor], wire: Tensor) -> PassResult:
+        """Bring the rows of the tensors into the wire."""
+        _range = profiler._is_profiler_enabled and record.profiler_range("pack")
+        rows = [tensors[i] for i in self.used]
         if takes_kernel(wire):
-            self.launch(tensors, wire)
-            return "triton"
-        _range = record.profiler_range(self.name)
-        if self.name == "gather_segments":
-            torch_path.gather_segments(tensors, wire, self.table)
-        else:
-            torch_path.scatter_segments(wire, tensors, self.table, accumulate=self.accumulate, sums=self.sums)
-        return "torch"
+            return PassResult(wire, "triton", self._launch("gather_segments", rows, wire, False))
+        return PassResult(wire, "torch", torch_path.gather_segments(rows, wire, self.table))
 
-    def launch(self, tensors: Sequence[Tensor], wire: Tensor) -> None:
-        """Launch the kernels; the first call prepares them.
+    def unpack(self, wire: Tensor, tensors: Sequence[Tensor], accumulate: bool = False) -> PassResult:
+        """Bring the rows of the wire into the tensors, or add them to the tensors."""
+        _range = profiler._is_profiler_enabled and record.profiler_range("unpack")
+        rows = [tensors[i] for i in self.used]
+        if takes_kernel(wire):
+            return PassResult(rows[0], "triton", self._launch("scatter_segments", rows, wire, accumulate))
+        options = {"accumulate": accumulate, "sums": self.sums}
+        return PassResult(rows[0], "torch", torch_path.scatter_segments(wire, rows, self.table, **options))
 
-        Args:
-            tensors: the tensors of the table; of a copy, each tensor followed by its result.
-            wire: bytes; of a copy, the last result.
-        """
-        _range = record.profiler_range(self.name)
-        if self.launches is None:
-            self.launches = kernels.SegmentCall(self.name, self.table, tensors, wire, self.accumulate, self.sums)
-        self.launches(tensors, wire)
+    def copy(self, tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> PassResult:
+        """Copy the rows of the tensors into the targets by the kernel; a caller without one copies blocks by torch."""
+        _range = profiler._is_profiler_enabled and record.profiler_range("copy_segments")
+        pairs = in_turns([tensors[i] for i in self.used], [targets[i] for i in self.used])
+        return PassResult(pairs[-1], "triton", self._launch("copy_segments", pairs, pairs[-1], False))
+
+    def _launch(self, name: _KernelName, rows: list[Tensor], wire: Tensor, accumulate: bool) -> int:
+        """Launch the kernels, which the first call prepares; return the bytes copied."""
+        launches = self._launches.get((name, accumulate))
+        if launches is None:
+            launches = kernels.SegmentCall(name, self.table, rows, wire, accumulate, self.sums)
+            self._launches[name, accumulate] = launches
+        return launches(rows, wire)
 
 
 def takes_kernel(x: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm_kernels import torch_path
 
 from tritoncomm.core.backend import Work, released
-from tritoncomm.core.exchange import Exchange
+from tritoncomm.core.exchange import all_to_all
 from tritoncomm.core.memory import empty, fills_storage, version_of
 from tritoncomm.core.ops import path_for
 from tritoncomm.core.plan import Ints
@@ -70,7 +70,7 @@ def row_passes(x: Tensor) -> RowPasses:
 
 def exchange_counts(counts: Tensor, group: ProcessGroup, name: str) -> None:
     """Send row w of ``counts[0]`` to rank w, and receive the ranks' rows for this one in ``counts[1]``."""
-    Exchange().start([counts[0]], group, name, counts[1], False)
+    all_to_all(counts[0], (), (), group, name, counts[1])
 
 
 class RowsInFlight:
@@ -139,7 +139,7 @@ def start_to_ranks(
     # alone, so that the copy comes first if the wait is apart.
     for target, index in [own_rows, (wire, leaving)] if is_apart else [(wire, leaving)]:
         copied += _gather(passes, tensors, index, _views(target, tensors, starts))
-    work = _start(wire, arriving, routes.send_counts, routes.recv_counts, group, name)
+    work = all_to_all(wire, routes.send_counts, routes.recv_counts, group, name, arriving, True).work
     if not is_apart:
         copied += _gather(passes, tensors, staying, _views(kept, tensors, starts))
     return RowsInFlight(_views(buffer, tensors, starts), work, wire, is_apart, path, copied)
@@ -180,7 +180,7 @@ def start_to_tokens(
     targets = _views(kept, tensors, starts) if is_copied else []
     if is_apart:
         copied += _copy(own_rows, targets)
-    work = _start(wire, arriving, routes.recv_counts, routes.send_counts, group, name)
+    work = all_to_all(wire, routes.recv_counts, routes.send_counts, group, name, arriving, True).work
     if is_copied and not is_apart:
         copied += _copy(own_rows, targets)
     rows = RowsInFlight(_views(buffer, tensors, starts), work, wire, is_apart, path, copied)
@@ -207,14 +207,6 @@ def sum_of_ranks(rows: RowsInFlight, routes: RowRoutes) -> list[Tensor]:
         results.append(column.new_empty(routes.index.shape[0], column.shape[1]))
         rows.copied += passes.sum_rows(column, routes.index, None, results[-1], behind)
     return results
-
-
-def _start(wire: Tensor, received: Tensor, send: Ints, recv: Ints, group: ProcessGroup, name: str) -> Work:
-    """Start the all-to-all of rows of a wire; over one rank there is nothing to send."""
-    if group.size() == 1:
-        return None
-    exchange = Exchange(send_counts=send, recv_counts=recv, bytes_sent=wire.nbytes)
-    return exchange.start([wire], group, name, received).work
 
 
 class _WireRow(NamedTuple):

@@ -313,7 +313,7 @@ def sum_shards(
     chunk, flight = None, None
     overlaps = len(plan) > 1 or result is not None
     for following in plan:
-        starting = _start(following, tensors, group, name, scratch, overlaps)
+        starting = following.levels[0].start(tensors, group, name, scratch, overlaps)
         path, copied = starting.path, copied + starting.copied
         for level in following.levels if group.size() > 1 else ():
             sent += level.bytes_sent
@@ -338,16 +338,6 @@ def sum_shards(
     return Summed(path, copied, sent, backend.Handle(flight.work, result, finish, flight.sent, flight.received))
 
 
-def _start(
-    chunk: Chunk, tensors: Sequence[Tensor], group: ProcessGroup, name: str, scratch: Tensor | None, asynchronous: bool
-) -> StartedExchange:
-    """Start the exchange of a chunk, in the node if there are two levels. Over one rank the wire has arrived."""
-    if group.size() > 1:
-        return chunk.levels[0].start(tensors, group, name, scratch, asynchronous)
-    wire, path, copied = chunk.levels[0].pack.pack(tensors)
-    return StartedExchange(wire, None, wire, path, copied)
-
-
 def _finish(
     chunk: Chunk,
     flight: StartedExchange,
@@ -365,8 +355,8 @@ def _finish(
     elif flight.work is not None:
         flight.work.wait()
     last = chunk.levels[-1].unpack
-    _, _, summed = last.unpack(flight.received, [out.narrow(0, chunk.start, chunk.size)], scale, accumulate)
-    return copied + summed
+    summed = last.unpack(flight.received, [out.narrow(0, chunk.start, chunk.size)], scale, accumulate)
+    return copied + summed.copied
 
 
 def _cross(
@@ -377,7 +367,7 @@ def _cross(
     if flight.work is not None:
         flight.work.wait()
     sums = empty(flight.received, (outer.pack.elements,), (1,), outer.pack.dtypes[0])
-    _, _, copied = inner.unpack.unpack(flight.received, [sums])
+    copied = inner.unpack.unpack(flight.received, [sums]).copied
     crossing = outer.start([sums], group, name, asynchronous=asynchronous)
     return crossing._replace(copied=copied)
 

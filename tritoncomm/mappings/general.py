@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from tritoncomm.core import eager, wire_sum
@@ -29,8 +30,9 @@ def checked(input_: Any, group: GroupLike | None, name: str) -> ProcessGroup:
         refuse_forward_ad(input_, name)
     if not isinstance(input_, Tensor):
         raise ArgumentError(f"{name}: input_ must be a tensor, not {type(input_).__name__}")
-    if input_.requires_grad and input_.layout is not torch.strided:
-        check_kind(input_, name)  # where nothing is sent, autograd would return a view of it
+    # Where nothing is sent, autograd would return a view of another layout. A traced backward cannot ask for it.
+    if input_.requires_grad and not is_compiling() and input_.layout is not torch.strided:
+        check_kind(input_, name)
     return resolve(group, name)
 
 

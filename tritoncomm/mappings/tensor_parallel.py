@@ -281,7 +281,7 @@ def _checked_hidden(input_: Tensor, group: GroupLike | None, dim: int, name: str
     # A tensor and a process group outside of forward-mode AD, the usual arguments, pass ``checked`` unchanged.
     if forward_ad._current_level >= 0 or not (isinstance(input_, Tensor) and isinstance(group, ProcessGroup)):
         group = checked(input_, group, name)
-    if input_.is_nested or (input_.requires_grad and input_.layout is not torch.strided):
+    if input_.is_nested or (input_.requires_grad and not is_compiling() and input_.layout is not torch.strided):
         check_kind(input_, name)  # a nested one has no shape to look at; of others over one rank autograd takes a view
     if input_.dim() == 0:
         raise ShapeError(f"{name}: a 0-dim tensor has no hidden dim")

@@ -3,20 +3,19 @@
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
-from tritoncomm_kernels import in_turns
 
 from tritoncomm import record
 from tritoncomm.core import backend
 from tritoncomm.core.autograd import direct
 from tritoncomm.core.blocks import Block
-from tritoncomm.core.exchange import Exchange
+from tritoncomm.core.exchange import all_to_all
 from tritoncomm.core.memory import contiguous_stride, empty, share_memory
 from tritoncomm.core.ops import has_lazy, resolved
 from tritoncomm.core.passes import TablePass, takes_kernel
@@ -29,17 +28,6 @@ from tritoncomm.reshard.planner import plan_transfers
 __all__ = ["Executor", "apply", "messages"]
 
 _PREPARED = 8  # combinations of strides whose steps an executor keeps
-
-
-class _Pass(NamedTuple):
-    """A pass over a table, and the indices of its tensors among those of the plan."""
-
-    used: Ints
-    over: TablePass
-
-    def run(self, tensors: Sequence[Tensor], wire: Tensor) -> record.CopyPath:
-        """Gather from tensors of the plan into the wire, or scatter the wire into them; return the path."""
-        return self.over.run([tensors[i] for i in self.used], wire)
 
 
 class BucketStep:
@@ -66,23 +54,21 @@ class BucketStep:
         self._direct = [block for block in staying if block.tensor not in plan.accumulated]
         self._summed = [block for block in staying if block.tensor in plan.accumulated]
         # Results that share memory with the tensors are written from clones, see ``_views``.
-        table = None if in_place else tables.copies_between(self._direct, dtypes)
-        self._copies = None if table is None else _Pass(table[0], TablePass("copy_segments", table[1]))
+        self._copies = None if in_place else tables.copies_between(self._direct, dtypes)
 
-    def _packs(self, strides: tables.Strides, dtypes: Sequence[torch.dtype]) -> _Pass | None:
+    def _packs(self, strides: tables.Strides, dtypes: Sequence[torch.dtype]) -> TablePass | None:
         """Return the pass that packs what is sent and what is staged; None without blocks."""
         bucket, (sent, _, _) = self._bucket, self._sizes
         blocks = tables.concatenated(
             tables.blocks_of(bucket.send, bucket.send.start),
             tables.blocks_of(bucket.staged, bucket.staged.source, sent),
         )
-        table = tables.table_of(blocks, strides, dtypes)  # with the indices of its tensors
-        return None if table is None else _Pass(table[0], TablePass("gather_segments", table[1]))
+        return tables.pass_of(blocks, strides, dtypes)
 
     def _unpacks_of(
         self, plan: TransferPlan, strides: tables.Strides, dtypes: Sequence[torch.dtype]
-    ) -> Iterator[_Pass]:
-        """Yield the passes that unpack what was staged and what arrived."""
+    ) -> Iterator[tuple[TablePass, bool]]:
+        """Yield the passes that unpack what was staged and what arrived, and whether they add to the results."""
         bucket, (sent, staged, _) = self._bucket, self._sizes
         start = sent + staged if staged else 0  # without staged blocks the received bytes have a memory of their own
         blocks = tables.concatenated(
@@ -96,9 +82,9 @@ class BucketStep:
             adds = np.isin(blocks.tensor, list(plan.accumulated))
             groups = [(blocks.pick(~adds), False), (blocks.pick(adds), True)]
         for blocks, accumulate in groups:
-            table = tables.table_of(blocks, strides, dtypes)
-            if table is not None:
-                yield _Pass(table[0], TablePass("scatter_segments", table[1], accumulate, plan.sums))
+            unpack = tables.pass_of(blocks, strides, dtypes, sums=plan.sums)
+            if unpack is not None:
+                yield unpack, accumulate
 
     def __bool__(self) -> bool:
         """Whether a step has to run: some rank sends, or this rank has blocks to pack or to copy."""
@@ -111,20 +97,18 @@ class BucketStep:
         path: record.CopyPath = "view"
         wire, arrived, send, receive = self._staging(sources[0])
         if self._pack is not None:
-            path = self._pack.run(sources, wire)
-        kernel = self._copies if self._copies is not None and takes_kernel(sources[0]) else None
+            path = self._pack.pack(sources, wire).path
+        copies = self._copies if self._copies is not None and takes_kernel(sources[0]) else None
         # Views are taken before the exchange: it may overwrite blocks of tensors that share memory with results.
-        copied = self._views(self._direct, sources, targets) if self._direct and kernel is None else None
+        copied = self._views(self._direct, sources, targets) if self._direct and copies is None else None
         summed = self._views(self._summed, sources, targets) if self._summed else None
         work = None
         # The exchange returns at once only if there are blocks to copy meanwhile.
         if not self._bucket.is_quiet:
             has_copies = bool(self._direct or self._summed)
             work = executor.exchange(self._bucket, send, receive, name, asynchronous=has_copies)
-        if kernel is not None:
-            # In turns a tensor and its result.
-            path, pairs = "triton", in_turns([sources[i] for i in kernel.used], [targets[i] for i in kernel.used])
-            kernel.over.launch(pairs, pairs[-1])
+        if copies is not None:
+            path = copies.copy(sources, targets).path
         elif copied is not None:
             path = "torch"
             torch._foreach_copy_(copied[1], copied[0])  # pyright: ignore[reportPrivateImportUsage]
@@ -135,8 +119,8 @@ class BucketStep:
         if work is not None:
             work.wait()
         del wire, send, receive  # the sent bytes are not needed while the received ones are unpacked
-        for unpack in self._unpacks:
-            path = unpack.run(targets, arrived)
+        for unpack, accumulate in self._unpacks:
+            path = unpack.unpack(arrived, targets, accumulate).path
         return path
 
     def _staging(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -308,8 +292,7 @@ class Executor:
         if self.transfers.is_disjoint:
             sends, receives = messages(wire, bucket.send), messages(received, bucket.recv)
             return backend.send_and_receive(sends, receives, group, name)
-        exchange = Exchange(send_counts=bucket.send.counts, recv_counts=bucket.recv.counts)  # the plan counts the bytes
-        return exchange.start((wire,), group, name, received, asynchronous).work
+        return all_to_all(wire, bucket.send.counts, bucket.recv.counts, group, name, received, asynchronous).work
 
 
 def _prepared_steps(

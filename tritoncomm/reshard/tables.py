@@ -5,21 +5,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tritoncomm_kernels import Copies, Segments
+from tritoncomm_kernels import Segments
 
 from tritoncomm.core.blocks import Block, Blocks, copies_of
+from tritoncomm.core.passes import TablePass
 from tritoncomm.core.plan import Ints
 from tritoncomm.reshard.boxes import Array
 from tritoncomm.reshard.plan import Side, StayingBlocks
 
 __all__ = [
-    "PlacedBoxes", "Strides", "Table", "blocks_of", "concatenated", "copies_between", "staying_blocks", "table_of",
+    "PlacedBoxes", "Strides", "blocks_of", "concatenated", "copies_between", "pass_of", "staying_blocks",
 ]  # fmt: skip
 
 Strides = tuple[Ints, ...]
 """Strides of all tensors of a plan, in elements."""
-Table = tuple[Ints, Segments]
-"""The tensors that a table refers to, and its segments; a segment counts those tensors."""
 
 
 class PlacedBoxes(NamedTuple):
@@ -63,12 +62,15 @@ def concatenated(*groups: PlacedBoxes) -> PlacedBoxes:
     return PlacedBoxes(*(np.concatenate(arrays, -1) for arrays in zip(*groups, strict=True)))
 
 
-def table_of(blocks: PlacedBoxes, strides: Strides, dtypes: Sequence[torch.dtype]) -> Table | None:
-    """Convert blocks to the segments of a copy kernel, in the order of the blocks; None without blocks.
+def pass_of(
+    blocks: PlacedBoxes, strides: Strides, dtypes: Sequence[torch.dtype], *, sums: bool = False
+) -> TablePass | None:
+    """Return the pass between tensors of a plan and a wire, with segments in the order of the blocks; None without any.
 
     Args:
         strides: strides of all tensors, in elements.
         dtypes: dtypes of all tensors on the wire.
+        sums: an unpack adds up equal pieces.
     """
     if not len(blocks.tensor):
         return None
@@ -80,7 +82,8 @@ def table_of(blocks: PlacedBoxes, strides: Strides, dtypes: Sequence[torch.dtype
     itemsizes = np.array([dtypes[i].itemsize for i in used], np.int64)
     steps = np.array(padded, np.int64).reshape(len(used), -1)[place].T
     rows = Blocks(place, blocks.size, steps, (blocks.start * steps).sum(0), blocks.wire, blocks.gaps)
-    return used, Segments(rows.segments(itemsizes[place]) or (), [dtypes[i] for i in used])
+    table = Segments(rows.segments(itemsizes[place]) or (), [dtypes[i] for i in used])
+    return TablePass(table, used, sums=sums)
 
 
 def staying_blocks(
@@ -101,12 +104,8 @@ def staying_blocks(
     return result
 
 
-def copies_between(blocks: Sequence[Block], dtypes: Sequence[torch.dtype]) -> tuple[Ints, Copies] | None:
-    """Convert strided copies to one table; None without any, or if the table would be too long.
-
-    Returns:
-        The tensors that the table refers to, and the table.
-    """
+def copies_between(blocks: Sequence[Block], dtypes: Sequence[torch.dtype]) -> TablePass | None:
+    """Return the pass of strided copies into results; None without any, or if its table would be too long."""
     used = tuple(sorted({block.tensor for block in blocks}))
     table = copies_of([block._replace(tensor=used.index(block.tensor)) for block in blocks], [dtypes[i] for i in used])
-    return (used, table) if table is not None and table.segments else None
+    return TablePass(table, used) if table is not None and table.segments else None

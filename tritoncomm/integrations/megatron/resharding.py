@@ -20,7 +20,7 @@ from tritoncomm import record
 from tritoncomm.core import backend
 from tritoncomm.core.agreement import largest
 from tritoncomm.core.blocks import MOST_SEGMENTS
-from tritoncomm.core.exchange import Exchange
+from tritoncomm.core.exchange import all_to_all
 from tritoncomm.core.memory import empty_on
 from tritoncomm.core.passes import whole_tensors
 from tritoncomm.core.validation import check_data
@@ -289,7 +289,7 @@ def _compare(
     device = backend.default_device(backend.cuda_backend(group))
     own = torch.tensor([sent, expected], dtype=torch.int64, device=device).transpose(0, 1).contiguous()
     # own[p] = (summary of messages to p, summary of messages expected from p); theirs[p] is p's view of the same pair.
-    theirs = Exchange(shapes=(own.shape,)).start((own,), group, _NAME, asynchronous=False).received
+    theirs = all_to_all(own, (), (), group, _NAME).received
     for peer, (peer_sends, peer_expects) in enumerate(theirs.tolist()):
         directions = (peer, rank, peer_sends, expected[peer]), (rank, peer, sent[peer], peer_expects)
         for source, target, sends, expects in directions:
