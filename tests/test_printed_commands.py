@@ -23,6 +23,7 @@ RUN = {
     "tritoncomm doctor",
     "tritoncomm demo",
     "tritoncomm plan sp2hp --shape 4096,1,8192 --world 8",
+    "tritoncomm plan ulysses --shape 2,1024,32,128 --heads 32,8 --world 8",
     ".venv/bin/python -m pytest tests/kernels/test_kernels.py -k ragged",
     ".venv/bin/python -m pytest tests/kernels/test_kernels.py -k ragged --device sm90",
     ".venv/bin/python -m bench mappings --only sp2hp --rounds 20",

@@ -134,7 +134,7 @@ class _ShardedCall(NamedTuple):
     positions: Ints
     documents: list[Ints]
     batch_size: int
-    plan: "_Plan"
+    plan: "HeadPlan"
 
 
 class _ByHeads:
@@ -191,7 +191,7 @@ class _ByHeads:
             roles=[(labels[key], role) for key, role in roles.items()],
             others={str(labels[key]): value for key, value in arguments.items() if key not in roles},
         )  # fmt: skip
-        make = _plan.__wrapped__ if is_compiling() else _plan
+        make = plan_heads.__wrapped__ if is_compiling() else plan_heads
         plan = make(heads, tuple(columns) if world > max(heads) else (), positions, world, name)
         return _ShardedCall(roles, exchanged, positions, stops, batch_size, plan)
 
@@ -242,7 +242,7 @@ def _parameters_of(function: _Function) -> tuple[str, ...]:
     return tuple([x.name for x in parameters if x.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)])
 
 
-class _Plan(NamedTuple):
+class HeadPlan(NamedTuple):
     """Layouts of the tensors of a recurrence, and of its result.
 
     Attributes:
@@ -257,7 +257,7 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=1024)  # plans of exchanges are looked up by the identity of a layout
-def _plan(heads: Ints, columns: Ints, positions: Ints, world: int, name: str) -> _Plan:
+def plan_heads(heads: Ints, columns: Ints, positions: Ints, world: int, name: str) -> HeadPlan:
     """Return the layouts for tensors of these numbers of heads.
 
     Args:
@@ -275,10 +275,10 @@ def _plan(heads: Ints, columns: Ints, positions: Ints, world: int, name: str) ->
     except ShapeError as error:
         raise ShapeError(f"{name}: {error}") from None
     shares = tuple([of_heads if n == total else of_shared for n in heads])
-    return _Plan(HeadLayout(1, shares, positions), HeadLayout(1, (of_heads,), positions), of_heads, False)
+    return HeadPlan(HeadLayout(1, shares, positions), HeadLayout(1, (of_heads,), positions), of_heads, False)
 
 
-def _split_columns(heads: Ints, columns: Ints, positions: Ints, world: int) -> _Plan:
+def _split_columns(heads: Ints, columns: Ints, positions: Ints, world: int) -> HeadPlan:
     """Return the layouts where ranks split the columns of heads, and share all that has no columns."""
     total, widths = max(heads), {n for n in columns if n}
     if len(widths) > 1 or any(n != total for n, width in zip(heads, columns, strict=True) if width):
@@ -293,7 +293,7 @@ def _split_columns(heads: Ints, columns: Ints, positions: Ints, world: int) -> _
     for n, is_split in zip(heads, columns, strict=True):
         shared = HeadShare(tuple([head // (total // n) for head in of_heads.starts]), of_heads.sizes, n)
         shares.append(of_columns if is_split else shared)
-    return _Plan(HeadLayout(1, tuple(shares), positions), HeadLayout(1, (of_columns,), positions), of_heads, True)
+    return HeadPlan(HeadLayout(1, tuple(shares), positions), HeadLayout(1, (of_columns,), positions), of_heads, True)
 
 
 def _roles_of(
@@ -571,7 +571,7 @@ class _ConvHalo:
                     "of documents would be those of a shard; pass documents"
                 )
         compare_arguments(name, group, documents=rows, taps=width + 1, others=others)
-        plan = (_halo_plan.__wrapped__ if is_compiling() else _halo_plan)(positions, width, group.rank())
+        plan = (plan_halo.__wrapped__ if is_compiling() else plan_halo)(positions, width, group.rank())
         halo = _halo(x, width, plan, dim, group, name) if width else x.narrow(dim, 0, 0)
         call, first = partial(self._apart, lambda inputs: self.function(inputs, weight, *further, **kwargs)), plan.first
         if len(rows) == 1:
@@ -641,7 +641,7 @@ class _Halo(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _halo_plan(positions: Ints, width: int, rank: int) -> _Halo:
+def plan_halo(positions: Ints, width: int, rank: int) -> _Halo:
     """Plan which of the last ``width`` positions before every shard lie on which rank."""
     firsts = tuple(accumulate(positions, initial=0))
 

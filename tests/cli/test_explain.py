@@ -341,8 +341,9 @@ def test_blocks_that_nccl_copies_by_bytes_are_named(
     assert starts[-1] + shape[0] * sizes[-1] * dtype.itemsize == wire.nbytes
     expected = tuple(rank for rank in range(world) if sizes[rank] and starts[rank] % 16)
     call = StepsCall((), world, dtype, "cuda", None, DEFAULTS["cuda"], False)
-    assert call.misaligned((shape, 1, sizes)) == call.misaligned((shape, -1, sizes)) == expected
-    assert replace(call, kind="cpu").misaligned((shape, 1, sizes)) == ()
+    counts = tuple(shape[0] * size for size in sizes)
+    assert call.misaligned(counts) == call.misaligned((16,) * world, counts) == expected
+    assert replace(call, kind="cpu").misaligned(counts) == ()
 
 
 def test_a_plan_says_which_blocks_are_misaligned() -> None:

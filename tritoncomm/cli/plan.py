@@ -16,7 +16,7 @@ from tritoncomm.cli import reshard
 from tritoncomm.cli._console import paragraphs, refusing, say, table, terminal
 from tritoncomm.cli.reshard import plan_reshard
 from tritoncomm.core import cost
-from tritoncomm.explain import OPS, Explanation, explain
+from tritoncomm.explain import LAYERS, OPS, Explanation, LayerArguments, explain
 from tritoncomm.explain.steps import Movement, Step
 from tritoncomm.parsing import counted, dtype_name, parse_dtype, parse_ints
 from tritoncomm.reshard.api import BUCKET_BYTES
@@ -35,8 +35,13 @@ EPILOG = paragraphs(
     "tritoncomm plan all_to_all --shape 2,1024,32,128 --dim 2,1 --world 4   (Ulysses)",
     "   ... --strides 12582912,12288,128,1   (the same of one third of a fused qkv)",
     "tritoncomm plan all_to_all --shape 8,512 --world 2 --sizes 3,5 --out-sizes 3,1   (split sizes)",
+    "tritoncomm plan ulysses --shape 2,1024,32,128 --heads 32,8 --world 8   (q, and fewer k and v heads)",
+    "tritoncomm plan reduce_scatter --shape 8192,8192 --world 16 --wire bf16 --two-levels   (summed in fp32)",
+    "tritoncomm plan dispatch --shape 4096,7168 --topk 8 --world 8   (rows of random experts)",
     "tritoncomm plan reshard --shape 8192,8192 --source 'S0*8' --target 'R*2,S1*4'   (layouts: shards, replicas)",
     "Mappings, by the short name or the full one: " + ", ".join(f"{short} ({name})" for short, name in OPS.items()),
+    "Layers, of which the exchanges are explained: "
+    + ", ".join(f"{short} ({layer.name})" for short, layer in LAYERS.items()),
     "Exits with 0, or with 2 for invalid arguments or when such a call would be refused.",
 )
 
@@ -44,7 +49,7 @@ EPILOG = paragraphs(
 def plan(
     op: Annotated[
         str,
-        typer.Argument(help="The mapping, for example sp2hp or all_gather; all are listed below.", show_default=False),
+        typer.Argument(help="The mapping or layer, like sp2hp or ulysses; all are listed below.", show_default=False),
     ] = "",
     shape: Annotated[
         str, typer.Option(help="Input on one rank (reshard: on all), like 4096,2,8192 or 4096x2x8192.")
@@ -60,6 +65,11 @@ def plan(
     rank: Annotated[int, typer.Option(help="Rank to report on; matters with --sizes and for reshard.")] = 0,
     strides: Annotated[str, typer.Option(help="x.stride() of an input that is not contiguous.")] = "",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="copy, reduce: overwrite_inputs is on.")] = False,
+    heads: Annotated[str, typer.Option(help="ulysses: heads of q, and of k and v; by_heads: of each tensor.")] = "",
+    taps: Annotated[int, typer.Option(help="conv_halo: taps of the convolution.")] = 0,
+    topk: Annotated[int, typer.Option(help="dispatch, combine: experts of a token.")] = 0,
+    wire: Annotated[str, typer.Option(help="reduce_scatter: bf16 or fp16 travels, summed in fp32.")] = "",
+    two_levels: Annotated[bool, typer.Option("--two-levels", help="With --wire: in the node, then between.")] = False,
     source: Annotated[str, typer.Option(help="reshard: the layout before, like S0*8 or R*2,S1*4.")] = "",
     target: Annotated[str, typer.Option(help="reshard: the layout afterwards; @8 is its first rank.")] = "",
     bucket: Annotated[int, typer.Option(help="reshard: bytes of a bucket at most.")] = BUCKET_BYTES,
@@ -91,8 +101,9 @@ def plan(
                 console, planned.text(rates)
             )
             return
-        if op not in (*OPS, *OPS.values()):
-            near = get_close_matches(op, (*OPS, *OPS.values(), "reshard"), 1)
+        names = *OPS, *OPS.values(), *LAYERS, *(layer.name for layer in LAYERS.values())
+        if op not in names:
+            near = get_close_matches(op, (*names, "reshard"), 1)
             hint = f"did you mean {near[0]}? `tritoncomm plan` lists all" if near else f"there are {_mappings()}"
             raise ValueError(f"no mapping {op!r}; {hint}")
         if world is None:
@@ -106,6 +117,9 @@ def plan(
             overwrite, sizes=parse_ints(sizes, "--sizes", 0) or None, rank=rank,
             out_sizes=parse_ints(out_sizes, "--out-sizes", 0) or None,
             stride=parse_ints(strides, "--strides", 0) or None, sm_count=multiprocessors,
+            layer=LayerArguments(
+                parse_ints(heads, "--heads"), taps, topk, parse_dtype(wire) if wire else None, two_levels
+            ),
         )  # fmt: skip
     if as_json:
         print(json.dumps(_as_json(explanation), indent=1))
@@ -116,8 +130,8 @@ def plan(
 
 
 def _mappings() -> str:
-    """Return the short names of all mappings, in words."""
-    return f"{', '.join(OPS)}, and reshard"
+    """Return the short names of all mappings and layers, in words."""
+    return f"{', '.join((*OPS, *LAYERS))}, and reshard"
 
 
 def _rates(kind: str, figures: dict[str, float | None]) -> cost.Rates:

@@ -39,8 +39,8 @@ from tritoncomm.core.validation import rank_in
 from tritoncomm.errors import CommError
 
 __all__ = [
-    "all_gather", "all_reduce", "all_to_all", "all_to_all_single", "gather_parts", "padded_pass", "reduce_scatter",
-    "rooted", "split", "sum_wire",
+    "all_gather", "all_reduce", "all_to_all", "all_to_all_single", "gather_parts", "padded_pass", "plan_exchange",
+    "plan_gather", "reduce_scatter", "rooted", "split", "sum_wire",
 ]  # fmt: skip
 
 _SUM = ReduceOp.SUM
@@ -70,7 +70,7 @@ def all_gather(
         if sizes is None or (x.dim() and all_equal(sizes, world, x.shape[dim])):
             sizes, (planned, unpack, shape) = None, _even_gather(x.shape, x.dtype, dim, world)
         else:
-            planned, unpack, shape = _plan_gather(x.shape, x.dtype, dim, world, group.rank(), sizes, not x.is_quantized)
+            planned, unpack, shape = plan_gather(x.shape, x.dtype, dim, world, group.rank(), sizes, not x.is_quantized)
     except CommError as error:
         raise located(error, x.shape, name, group) from None
     if span is None:  # only now, as a wrong list is wrong on one rank, too
@@ -115,7 +115,7 @@ class _Gather(NamedTuple):
     wire: Ints
 
 
-def _plan_gather(
+def plan_gather(
     shape: Ints, dtype: torch.dtype, dim: int, world: int, rank: int = 0, sizes: Ints | None = None, pads: bool = True
 ) -> _Gather:
     """Plan ``all_gather``; an even plan is that of any rank."""
@@ -148,7 +148,7 @@ def padded_pass(shape: Ints, dtype: torch.dtype, dim: int, sizes: Ints) -> Split
     return Pass(blocks, [dtype], 0)
 
 
-_even_gather = lru_cache(maxsize=8192)(_plan_gather)
+_even_gather = lru_cache(maxsize=8192)(plan_gather)
 
 
 def reduce_scatter(
@@ -390,7 +390,7 @@ def all_to_all(
     return torch.ops.aten._unsafe_view(out, shape)  # a result of its own, not a view of anything
 
 
-def _plan_exchange(
+def plan_exchange(
     shape: Ints,
     stride: Ints,
     itemsize: int,
@@ -417,6 +417,6 @@ def _plan_exchange(
     )
 
 
-_even_exchange = lru_cache(maxsize=8192)(_plan_exchange)
-_sized_exchange = lru_cache(maxsize=256)(_plan_exchange)
+_even_exchange = lru_cache(maxsize=8192)(plan_exchange)
+_sized_exchange = lru_cache(maxsize=256)(plan_exchange)
 """Exchanges by split sizes, in a small cache: the sizes may be new in every call, and grow with the ranks."""

@@ -258,6 +258,14 @@ class Pass:
             copied += prod(block.size) * (len(parts) * dtype.itemsize + x.itemsize * (2 if accumulate else 1))
         return copied
 
+    def packed_bytes(self, tensors: Sequence[Tensor]) -> int:
+        """Return the bytes that a pack of these tensors reads plus writes where it is no view."""
+        copied = 0
+        for block in self.blocks:
+            itemsize = 0 if block.tensor == PADDING else tensors[block.tensor].itemsize
+            copied += prod(block.size) * (self._itemsize(block) + itemsize)
+        return copied
+
     def unpacked_bytes(self, tensors: Sequence[Tensor], accumulate: bool) -> int:
         """Return the bytes that an unpack into these tensors reads plus writes."""
         copied = 0

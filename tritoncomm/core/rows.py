@@ -25,11 +25,13 @@ from tritoncomm.record import CopyPath
 __all__ = [
     "RowRoutes",
     "RowsInFlight",
+    "WireRow",
     "exchange_counts",
     "row_passes",
     "start_to_ranks",
     "start_to_tokens",
     "sum_of_ranks",
+    "wire_row",
 ]
 
 _ALIGNMENT = 16  # bytes: the widest access of a kernel
@@ -128,7 +130,7 @@ def start_to_ranks(
         is_apart: whether the caller runs other work before the wait.
     """
     path, passes = row_passes(tensors[0])
-    starts, width = _columns(tensors)
+    starts, width = wire_row([x.shape[1] * x.itemsize for x in tensors])
     sent, received = sum(routes.send_counts), sum(routes.recv_counts)
     wire = _buffer(tensors[0], sent, width)
     buffer = _buffer(tensors[0], received + routes.local, width)
@@ -159,7 +161,7 @@ def start_to_tokens(
         is_apart: whether the caller runs other work before the wait.
     """
     path, _ = row_passes(tensors[0])
-    starts, width = _columns(tensors)
+    starts, width = wire_row([x.shape[1] * x.itemsize for x in tensors])
     sent, received = sum(routes.recv_counts), sum(routes.send_counts)
     parts, copied = [x.split_with_sizes((sent, routes.local)) for x in tensors], 0
     source = None
@@ -209,21 +211,21 @@ def sum_of_ranks(rows: RowsInFlight, routes: RowRoutes) -> list[Tensor]:
     return results
 
 
-class _WireRow(NamedTuple):
+class WireRow(NamedTuple):
     """First byte of each tensor's columns in a row of a wire, and the bytes of a row."""
 
     starts: list[int]
     width: int
 
 
-def _columns(tensors: Sequence[Tensor]) -> _WireRow:
-    """Return the columns of a wire for rows of these tensors, each aligned to 8 bytes, and rows to 16."""
+def wire_row(row_bytes: Sequence[int]) -> WireRow:
+    """Return the columns of a wire for rows of so many bytes per tensor, each aligned to 8 bytes, and rows to 16."""
     starts, width = [], 0
-    for x in tensors:
+    for nbytes in row_bytes:
         starts.append(-(-width // 8) * 8)
-        width = starts[-1] + x.shape[1] * x.itemsize
+        width = starts[-1] + nbytes
     # Rows of no columns have a byte too, so that every row of a wire starts where its elements are aligned.
-    return _WireRow(starts, -(-max(width, 1) // _ALIGNMENT) * _ALIGNMENT)
+    return WireRow(starts, -(-max(width, 1) // _ALIGNMENT) * _ALIGNMENT)
 
 
 def _buffer(like: Tensor, rows: int, width: int) -> Tensor:

@@ -17,8 +17,9 @@ from tritoncomm.core.passes import Pass
 from tritoncomm.core.plan import Ints
 from tritoncomm.core.split import Split, split_by
 
-__all__ = ["Chunk", "Layout", "plan_chunks", "row_stride", "sum_pass"]
+__all__ = ["Chunk", "Layout", "WireExchange", "plan_chunks", "row_stride", "sum_pass"]
 
+_ALIGNMENT = 16  # bytes: NCCL (2.28) copies a block that starts elsewhere by single bytes
 WireExchange = Exchange[Pass, Pass]
 """An exchange whose unpack sums what arrives."""
 Layout = tuple[Ints, Ints, int, Ints]
@@ -75,7 +76,7 @@ def plan_chunks(
         order = [node * nodes.size + local for local in range(nodes.size) for node in range(nodes.count)]
     result: list[Chunk] = []
     start, held, boxes = 0, 0, []
-    for box, elements in (*_boxes(splits, most), (None, 0)):
+    for box, elements in (*_boxes(splits, most, _ALIGNMENT // dtype.itemsize), (None, 0)):
         if boxes and (box is None or held + elements > most):
             counts = [sum(math.prod(each.size) * each.columns[r][1] for each in boxes) for r in range(world)]
             blocks = _blocks(splits, boxes, order, dtype.itemsize)
@@ -123,11 +124,16 @@ def sum_pass(count: int, elements: int, dtype: torch.dtype) -> Pass:
     return Pass([Block(0, (count, elements), (0, 1), 0, 0, (elements, 1))], [dtype], count * elements, sums=True)
 
 
-def _boxes(splits: Sequence[Split], most: int) -> Iterator[tuple[_Box, int]]:
+def _boxes(splits: Sequence[Split], most: int, unit: int) -> Iterator[tuple[_Box, int]]:
     """Yield boxes of about ``most`` elements of all ranks, in the order of the shards, and their elements.
 
-    They follow from the shapes alone: ranks may have other strides. A row has the columns of all ranks.
+    They follow from the shapes alone: ranks may have other strides. A row has the columns of all ranks, which are cut
+    at multiples of ``unit``.
     """
+
+    def edge(size: int, cut: int, cuts: int) -> int:
+        return size if cut == cuts else size * cut // cuts // unit * unit
+
     for i, split in enumerate(splits):
         outer = split.shape[: split.dim] or (1,)
         if not split.row or 0 in outer:
@@ -136,7 +142,7 @@ def _boxes(splits: Sequence[Split], most: int) -> Iterator[tuple[_Box, int]]:
         cuts = -(-split.row // most)  # 1, except where one row is too much: then its columns are cut
         for start, size in _outer_boxes(outer, max(most // split.row, 1)):
             for cut in range(cuts):
-                edges = [(n * cut // cuts, n * (cut + 1) // cuts) for n in split.lengths]
+                edges = [(edge(n, cut, cuts), edge(n, cut + 1, cuts)) for n in split.lengths]
                 columns = tuple([(low, high - low) for low, high in edges])
                 yield _Box(i, start, size, columns), math.prod(size) * sum(n for _, n in columns)
 

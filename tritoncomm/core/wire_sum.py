@@ -34,6 +34,7 @@ __all__ = [
     "Wire",
     "all_reduce",
     "checked_wire",
+    "chunk_elements",
     "reduce_scatter",
     "split_reduce_scatter",
     "sum_shards",
@@ -277,6 +278,11 @@ def _sum(
     return summed._replace(copied=copied + summed.copied) if copied else summed
 
 
+def chunk_elements(elements: int, itemsize: int, chunk_bytes: int | None = None) -> int:
+    """Return the elements of all ranks in a chunk of a sum of so many; by default a twelfth, of 1 MiB at least."""
+    return (chunk_bytes or max(elements * itemsize // _CHUNKS, _LEAST)) // itemsize
+
+
 def sum_shards(
     tensors: Sequence[Tensor],
     layouts: tuple[Layout, ...],
@@ -306,7 +312,7 @@ def sum_shards(
     for x in tensors:
         elements += x.numel()
     size = wire.dtype.itemsize
-    most = elements if result is not None else (chunk_bytes or max(elements * size // _CHUNKS, _LEAST)) // size
+    most = elements if result is not None else chunk_elements(elements, size, chunk_bytes)
     plan = plan_chunks(layouts, group.size(), group.rank(), max(most, 1), wire.dtype, wire.between, wire.nodes)
     path: CopyPath = "view"
     copied = sent = 0

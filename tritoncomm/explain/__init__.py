@@ -1,4 +1,4 @@
-"""Dry run of a mapping: steps, code paths, bytes, kernel tiles and predicted time.
+"""Dry run of a mapping or a layer: steps, code paths, bytes, kernel tiles and predicted time.
 
 The bytes equal the counts of ``record`` for the real call; times are predictions of ``cost``. In all modules ``op``
 or ``short`` is the short name of a mapping, ``call`` describes one call on one rank, and no tensor has memory.
@@ -18,10 +18,11 @@ from tritoncomm.core.validation import checked_ints
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.explain import collectives as do
 from tritoncomm.explain.collectives import Move
-from tritoncomm.explain.steps import Call, Movement
+from tritoncomm.explain.layers import LAYERS, sum_over_wire
+from tritoncomm.explain.steps import Call, LayerArguments, Movement
 from tritoncomm.parsing import dtype_name
 
-__all__ = ["OPS", "Explanation", "Share", "cost", "explain"]
+__all__ = ["LAYERS", "OPS", "Explanation", "LayerArguments", "Share", "cost", "explain"]
 
 PROJECTED = (2, 4, 8, 16, 32, 64)
 _MOST_RANKS, _MOST_BYTES = 2**20, 2**62
@@ -48,7 +49,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A mapping forward and backward, and the projected share of its local passes at other numbers of ranks.
+    """A mapping or layer forward and backward, and the projected share of its local passes at other numbers of ranks.
 
     Attributes:
         backward: None where there is none, for the reason ``no_backward``.
@@ -102,52 +103,72 @@ def explain(
     rank: int = 0,
     stride: Sequence[int] | None = None,
     sm_count: int = 0,
+    layer: LayerArguments = LayerArguments(),  # noqa: B008  (a tuple, never changed)
 ) -> Explanation:
-    """Return the dry run of a mapping, forward and backward (of a contiguous gradient).
+    """Return the dry run of a mapping or a layer, forward and backward (of a contiguous gradient).
+
+    A layer's function of its own, as an attention or experts, is no step. Of a dispatch and a combine without sizes the
+    rows are those of random experts.
 
     Args:
-        op: a short name of ``OPS`` or the mapping's own name.
-        shape, stride: of the input on this rank; contiguous by default.
-        dims: of the mappings that take some: one (0 by default), or scatter_dim and gather_dim of an all-to-all.
+        op: a short name of ``OPS`` or the mapping's own name; or a layer of ``LAYERS``, short or by its own name.
+        shape, stride: of the input on this rank; contiguous by default. Of ``combine`` the shape of the result.
+        dims: of the mappings that take some: one (0 by default), or scatter_dim and gather_dim of an all-to-all; of
+            Ulysses and of ``conv_halo`` the dim of the positions.
         device: ``cpu``, ``cuda``, or the name of a GPU whose tuned table counts.
         rates: of the prediction; ``cost.DEFAULTS`` of the kind of device by default.
         overwrite: ``mappings.overwrite_inputs`` is on: ``reduce`` and the gradient of ``copy`` are summed in place.
-        sizes: of the mappings that take some: size of the dim on each rank; of an all-to-all the sizes to each rank.
-        out_sizes: of an all-to-all: sizes from each rank.
+        sizes: of the mappings that take some: size of the dim on each rank; of an all-to-all the sizes to each rank;
+            positions of each rank; rows to each rank, those that stay included.
+        out_sizes: of an all-to-all: sizes from each rank; of a dispatch and a combine rows from each rank.
         rank: rank to report on, which matters with sizes.
         sm_count: multiprocessors of the named GPU; by default those of the largest part of it that has a table.
+        layer: heads, taps and experts of layers; the wire of a ``reduce_scatter``.
     """
     short, dims = _named(op, checked_ints(dims, "plan: dims"))
     shape = checked_ints(shape, "plan: a shape")
     world, rank, sm_count = checked_ints((world, rank, sm_count), "plan: world, rank and sm_count")
-    lists = [None if given is None else checked_ints(given, "plan: sizes and strides")
-             for given in (sizes, out_sizes, stride)]  # fmt: skip
+    sizes, out_sizes, stride = (
+        None if numbers is None else checked_ints(numbers, "plan: sizes and strides")
+        for numbers in (sizes, out_sizes, stride)
+    )
     for value, kind in ((dtype, torch.dtype), (device, str), (rates, Rates | None)):
         if not isinstance(value, kind):
             raise ArgumentError(f"plan: expected {getattr(kind, '__name__', kind)}, not {value!r:.80}")
     if world < 1 or not shape or min(shape) < 0:
         raise ShapeError(f"plan: shape {list(shape)} over {world} ranks: sizes of 0 or more, one rank or more")
-    # ``lists`` are sizes, out_sizes and stride, in the order of ``Call``.
-    _check_extent(shape, max(world, *PROJECTED), dtype, lists[1] or (), lists[2] or ())
+    _check_extent(shape, max(world, *PROJECTED), dtype, out_sizes or (), stride or ())
     _check_device(device, sm_count)
     kind = "cpu" if device == "cpu" else "cuda"
     name = None if device in ("cpu", "cuda") else device
     call = Call(
-        dims, world, dtype, kind, name, rates or DEFAULTS[kind], overwrite, sm_count, rank,
-        *lists,
+        dims, world, dtype, kind, name, rates or DEFAULTS[kind], overwrite, sm_count, rank, sizes, out_sizes, stride,
+        layer,
     )  # fmt: skip
     _check(short, shape, call)
     forward, backward, why = _both(short, shape, call)
     others = PROJECTED if call.sizes is None and call.out_sizes is None else ()  # sizes are those of one world
     shares = tuple(_share(short, shape, replace(call, world=other, rank=0)) for other in others)
-    return Explanation(OPS[short], world, dtype, device, call.rates, forward, backward, why, shares)
+    return Explanation(_name_of(short), world, dtype, device, call.rates, forward, backward, why, shares)
+
+
+def _name_of(short: str) -> str:
+    """Return the name of the mapping or layer with this short name."""
+    return LAYERS[short].name if short in LAYERS else OPS[short]
 
 
 def _named(op: str, dims: Ints) -> tuple[str, Ints]:
     """Return the short name, and the dims that its mapping takes."""
-    short = next((short for short, name in OPS.items() if op in (short, name)), None)
+    names = {**OPS, **{short: layer.name for short, layer in LAYERS.items()}}
+    short = next((short for short, name in names.items() if op in (short, name)), None)
     if short is None:
-        raise ArgumentError(f"plan: no mapping {op!r}; there are {', '.join(OPS)}")
+        raise ArgumentError(f"plan: no mapping {op!r}; there are {', '.join(names)}")
+    if short in LAYERS:
+        default = LAYERS[short].positions
+        if len(dims) > (default is not None):
+            takes = "no dims" if default is None else "one dim, that of the positions"
+            raise ArgumentError(f"plan: {names[short]} takes {takes}, not {list(dims)}")
+        return short, dims or (() if default is None else (default,))
     if short == "all_to_all" and dims:
         short = "all_to_all_dims"
     takes = _TABLE[short][1]
@@ -191,23 +212,48 @@ def _check_device(device: str, sm_count: int) -> None:
 
 def _check(short: str, shape: Ints, call: Call) -> None:
     """Reject arguments that the mapping does not take."""
-    name = OPS[short]
-    if call.sizes is not None and short not in _SIZED + _EXCHANGES:
-        raise ArgumentError(f"plan: {name} takes no sizes; {', '.join(_SIZED + _EXCHANGES)} do")
-    if call.out_sizes is not None and short not in _EXCHANGES:
-        raise ArgumentError(f"plan: {name} takes no sizes of what comes; {', '.join(_EXCHANGES)} do")
+    name = _name_of(short)
     if call.overwrite and short not in ("copy", "reduce"):
         raise ArgumentError(f"plan: only copy and reduce can overwrite, not {name}")
     if not 0 <= call.rank < call.world:
         raise ArgumentError(f"plan: rank {call.rank} is none of 0 to {call.world - 1}")
+    _check_layer(short, call)
+    if short in LAYERS:
+        return
+    if call.sizes is not None and short not in _SIZED + _EXCHANGES:
+        raise ArgumentError(f"plan: {name} takes no sizes; {', '.join(_SIZED + _EXCHANGES)} do")
+    if call.out_sizes is not None and short not in _EXCHANGES:
+        raise ArgumentError(f"plan: {name} takes no sizes of what comes; {', '.join(_EXCHANGES)} do")
     if call.stride is not None and (len(call.stride) != len(shape) or min(call.stride) < 0):
         raise ShapeError(f"plan: strides {list(call.stride)} for shape {list(shape)}: one of 0 or more for every dim")
 
 
+def _check_layer(short: str, call: Call) -> None:
+    """Reject arguments of layers that this mapping or layer does not take."""
+    takers = {
+        "heads": ("ulysses", "by_heads"), "taps": ("conv_halo",), "topk": ("dispatch", "combine"),
+        "wire": ("reduce_scatter",), "by_nodes": ("reduce_scatter",),
+    }  # fmt: skip
+    for key, value in call.layer._asdict().items():
+        if value and short not in takers[key]:
+            raise ArgumentError(f"plan: {_name_of(short)} takes no {key}; {' and '.join(takers[key])} do")
+    if call.layer.by_nodes and call.layer.wire is None:
+        raise ArgumentError("plan: two levels need wire, the dtype that travels")
+    if short in LAYERS and call.out_sizes is not None and short not in takers["topk"]:
+        raise ArgumentError(f"plan: {_name_of(short)} takes no sizes of what comes; {', '.join(_EXCHANGES)} do")
+    if short in LAYERS and call.layer.heads and min(call.layer.heads) < 1:
+        raise ArgumentError(f"plan: heads {list(call.layer.heads)} are 1 or more")
+
+
 def _both(short: str, shape: Ints, call: Call) -> tuple[Movement, Movement | None, str]:
     """Return forward, backward, and why there is no backward."""
+    if short in LAYERS:
+        forward, backward = LAYERS[short].explained(shape, call)
+        if not (call.dtype.is_floating_point or call.dtype.is_complex):
+            return forward, None, f"{dtype_name(call.dtype)} has no gradients"
+        return forward, backward, ""
     name, _, forth, back = _TABLE[short]
-    forward = _movement(name, forth, shape, call)
+    forward = _movement(name, forth if call.layer.wire is None else sum_over_wire, shape, call)
     if not (call.dtype.is_floating_point or call.dtype.is_complex):
         return forward, None, f"{dtype_name(call.dtype)} has no gradients"
     adjoint = replace(call, stride=None)
@@ -231,7 +277,7 @@ def _share(short: str, shape: Ints, call: Call) -> Share:
     """Return the predicted seconds of forward and backward over the ranks of ``call``."""
     try:
         forward, backward, _ = _both(short, shape, call)
-    except ShapeError:
+    except (ShapeError, UnsupportedError):
         return Share(call.world, None, None)
     back = (0.0, 0.0) if backward is None else backward.seconds
     return Share(call.world, *(a + b for a, b in zip(forward.seconds, back, strict=True)))

@@ -1,20 +1,23 @@
 """The steps of every collective of ``core.eager``, from shapes, strides and sizes."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
-from tritoncomm.core import plan
-from tritoncomm.core.plan import CollectivePlan, Ints
+from tritoncomm.core import eager, plan
+from tritoncomm.core.plan import Ints
 from tritoncomm.errors import CommError
 from tritoncomm.explain.steps import Call, Step
 
 __all__ = [
     "Move",
+    "Steps",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "identity",
+    "located",
     "reduce_scatter",
     "rows",
     "split",
@@ -48,16 +51,19 @@ def all_gather(shape: Ints, dims: Ints, call: Call) -> Steps:
     """Return the steps that concatenate a dim from the ranks."""
     dim = plan.normalize_dim(shape, dims[0])
     sizes = _unless_equal(call, shape[dim])
-    planned = _plan(plan.all_gather, shape, call, dim, call.world, call.rank, sizes, True)
-    what, copies = f"{list(shape)} from every rank", call.flat(shape)
+    with located(shape, call):
+        planned, unpack, _ = eager.plan_gather(shape, call.dtype, dim, call.world, call.rank, sizes)
+    text, copies = f"{list(shape)} from every rank", call.flat(shape)
     if sizes is not None:
         how = f"padded to {planned.padded}" if planned.padded else "a broadcast for each rank"
-        what = f"{list(shape)} from this rank, {list(sizes)} of dim {dim} from all, {how}"
+        text = f"{list(shape)} from this rank, {list(sizes)} of dim {dim} from all, {how}"
     if planned.padded and shape[dim] < planned.padded:
         copies.append(call.local("copy", f"{list(shape)} into the wire", 2 * call.nbytes(shape)))
-    sent = call.collective("all-gather", what, planned.bytes_sent, planned.bytes_received)
-    unpack = call.unpack_padded if planned.padded else call.unpack
-    return [*copies, sent, unpack(planned.shape, dim, sizes)], planned.shape
+    sent = call.collective("all-gather", text, planned.bytes_sent, planned.bytes_received)
+    arrived = call.local("unpack", f"{list(planned.shape)} is already in rank order (no copy)", 0)
+    if unpack is not None:
+        arrived = call.local_pass("unpack", unpack, [planned.shape])
+    return [*copies, sent, arrived], planned.shape
 
 
 def reduce_scatter(shape: Ints, dims: Ints, call: Call) -> Steps:
@@ -65,13 +71,14 @@ def reduce_scatter(shape: Ints, dims: Ints, call: Call) -> Steps:
     call.check_sum()
     dim = plan.normalize_dim(shape, dims[0])
     sizes = _unless_equal(call, shape[dim] // call.world)
-    planned = _plan(plan.reduce_scatter, shape, call, dim, call.world, call.rank, sizes)
-    what = f"{list(planned.shape)} to every rank"
+    with located(shape, call):
+        planned = plan.reduce_scatter(shape, call.dtype.itemsize, dim, call.world, call.rank, sizes)
+    text = f"{list(planned.shape)} to every rank"
     if sizes is not None:
-        what = f"{list(sizes)} of dim {dim} to the ranks"
+        text = f"{list(sizes)} of dim {dim} to the ranks"
     copies = call.flat(shape) if planned.in_order and sizes is None else []
     packed = copies or [call.pack(shape, dim, sizes)]
-    return [*packed, call.collective("reduce-scatter", what, planned.bytes_sent)], planned.shape
+    return [*packed, call.collective("reduce-scatter", text, planned.bytes_sent)], planned.shape
 
 
 def split(shape: Ints, dims: Ints, call: Call) -> Steps:
@@ -84,33 +91,42 @@ def split(shape: Ints, dims: Ints, call: Call) -> Steps:
 
 def rows(shape: Ints, dims: Ints, call: Call) -> Steps:
     """Return the steps of an all-to-all along dim 0, by split sizes or evenly."""
-    planned = _plan(plan.all_to_all_single, shape, call, call.world, call.rank, call.out_sizes, call.sizes)
-    what = f"{list(shape)}, rows in rank order"
-    if planned.recv_sizes:
-        what = f"rows {list(planned.send_sizes)} to the ranks, {list(planned.recv_sizes)} from them"
-    misaligned = call.misaligned((shape, 0, planned.send_sizes), (planned.shape, 0, planned.recv_sizes))
-    sent = call.collective("all-to-all", what, planned.bytes_sent, planned.bytes_received, misaligned)
+    itemsize = call.dtype.itemsize
+    with located(shape, call):
+        planned = plan.all_to_all_single(shape, itemsize, call.world, call.rank, call.out_sizes, call.sizes)
+    text = f"{list(shape)}, rows in rank order"
+    send, recv = planned.send_sizes, planned.recv_sizes
+    if recv:
+        text = f"rows {list(send)} to the ranks, {list(recv)} from them"
+    row = math.prod(shape[1:])
+    counts = [[size * row for size in sizes or (shape[0] // call.world,) * call.world] for sizes in (send, recv)]
+    misaligned = call.misaligned(*map(tuple, counts))
+    sent = call.collective("all-to-all", text, planned.bytes_sent, planned.bytes_received, misaligned)
     return [*call.flat(shape), sent], planned.shape
 
 
 def all_to_all(shape: Ints, dims: Ints, call: Call) -> Steps:
     """Return the steps that split the first of two dims and concatenate the second."""
-    scatter_dim, gather_dim = dims
-    planned = _plan(plan.all_to_all, shape, call, *dims, call.world, call.rank, call.sizes, call.out_sizes)
-    send, recv = planned.send_sizes or None, planned.recv_sizes or None
-    what = f"{list(plan.resized(shape, scatter_dim, shape[scatter_dim] // call.world))} to every rank"
-    if send is not None and recv is not None:
-        ends = f"dim {scatter_dim % len(shape)} to the ranks", f"dim {gather_dim % len(shape)} from them"
-        what = f"{list(send)} of {ends[0]}, {list(recv)} of {ends[1]}"
-    misaligned = call.misaligned((shape, scatter_dim, send), (planned.shape, gather_dim, recv))
-    sent = call.collective("all-to-all", what, planned.bytes_sent, planned.bytes_received, misaligned)
-    return [call.pack(shape, scatter_dim, send), sent, call.unpack(planned.shape, gather_dim, recv)], planned.shape
+    (scatter_dim, gather_dim), (send, recv) = dims, (call.sizes, call.out_sizes)
+    stride, itemsize = call.input(shape).stride(), call.dtype.itemsize
+    with located(shape, call):
+        planned = eager.plan_exchange(
+            shape, stride, itemsize, scatter_dim, gather_dim, call.world, call.rank, None, send, recv
+        )
+    text = f"{list(plan.resized(shape, scatter_dim, shape[scatter_dim] // call.world))} to every rank"
+    if planned.send_counts:
+        send = send or (shape[scatter_dim] // call.world,) * call.world
+        recv = recv or (shape[gather_dim],) * call.world
+        text = f"{list(send)} of dim {scatter_dim % len(shape)} to the ranks, "
+        text += f"{list(recv)} of dim {gather_dim % len(shape)} from them"
+    return call.exchange(planned, [shape], text), planned.shapes[0]
 
 
-def _plan(function: Callable[..., CollectivePlan], shape: Ints, call: Call, *args: object) -> CollectivePlan:
-    """Return ``function(shape, itemsize, *args)``, a function of ``plan``; its errors get the rank and the shape."""
+@contextmanager
+def located(shape: Ints, call: Call) -> Iterator[None]:
+    """Add the rank and the shape of a call to the errors of its planner."""
     try:
-        return function(shape, call.dtype.itemsize, *args)
+        yield
     except CommError as error:
         raise type(error)(f"plan: {error} (rank {call.rank} of {call.world}, shape {list(shape)})") from None
 

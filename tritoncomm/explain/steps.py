@@ -1,9 +1,10 @@
 """The steps of one direction of a mapping: local passes as ``ops`` would run them, and collectives."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch.distributed import ReduceOp
@@ -12,12 +13,15 @@ from tritoncomm_kernels.config import config_for, crossover_of, origin_of
 from tritoncomm import record
 from tritoncomm.core import backend, ops
 from tritoncomm.core.cost import Rates, collective_seconds, pass_seconds
-from tritoncomm.core.plan import Ints, chunk_sizes, ends_short, resized
+from tritoncomm.core.exchange import Exchange
+from tritoncomm.core.ops import SplitPass
+from tritoncomm.core.passes import Pass
+from tritoncomm.core.plan import Ints
 from tritoncomm.core.split import Split, split_by
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.parsing import dtype_name
 
-__all__ = ["Call", "Movement", "Step"]
+__all__ = ["Call", "LayerArguments", "Movement", "Step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +60,9 @@ class Movement:
 
     @property
     def path(self) -> record.CopyPath | Literal["backend"]:
-        """Path as ``record`` counts it: of the first pack or unpack that moves something, else of any local step."""
+        """Path as ``record`` counts it: of the first pass of blocks or rows that moves something, else of any step."""
         moving = [step for step in self.steps if step.bytes_copied]
-        first = [step for step in moving if step.name in ("pack", "unpack")] + moving
+        first = [step for step in moving if step.name in ("pack", "unpack", "gather", "sum")] + moving
         return first[0].path if first else "view"
 
     @property
@@ -83,6 +87,24 @@ class Movement:
         return local, sum(step.seconds for step in self.steps) - local
 
 
+class LayerArguments(NamedTuple):
+    """Arguments of layers that no mapping of one tensor has.
+
+    Attributes:
+        heads: of each tensor of an exchange of heads; empty for as many as the shape has.
+        taps: of a convolution.
+        topk: experts of a token.
+        wire: dtype in which the values of a sum travel; None for the tensor's own.
+        by_nodes: whether a sum over a wire has two levels.
+    """
+
+    heads: Ints = ()
+    taps: int = 0
+    topk: int = 0
+    wire: torch.dtype | None = None
+    by_nodes: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """Description of one call on one rank, which all its steps share.
@@ -95,6 +117,7 @@ class Call:
         sizes: size of the (scattered) dim on each rank.
         out_sizes: of an all-to-all, the sizes from each rank.
         stride: of the input, None when it is contiguous.
+        layer: further arguments of layers.
     """
 
     dims: Ints
@@ -109,6 +132,7 @@ class Call:
     sizes: Ints | None = None
     out_sizes: Ints | None = None
     stride: Ints | None = None
+    layer: LayerArguments = LayerArguments()  # noqa: RUF009  (a tuple, never changed)
 
     def nbytes(self, shape: Ints) -> int:
         """Return the bytes of a tensor of that shape."""
@@ -134,57 +158,68 @@ class Call:
             raise UnsupportedError(f"plan: {name} cannot reduce {dtype_name(self.dtype)}: {problem}")
 
     def local(
-        self, name: str, what: str, copied: int, path: record.CopyPath = "torch", tile: str = "", origin: str = ""
+        self, name: str, text: str, copied: int, path: record.CopyPath = "torch", tile: str = "", origin: str = ""
     ) -> Step:
         """Return a pass that reads and writes ``copied`` bytes; a view if none."""
-        return Step(name, path if copied else "view", what, copied, 0, pass_seconds(copied, self.rates), tile, origin)
+        return Step(name, path if copied else "view", text, copied, 0, pass_seconds(copied, self.rates), tile, origin)
 
-    def collective(self, name: str, what: str, bytes_sent: int, bytes_received: int = 0, misaligned: Ints = ()) -> Step:
+    def collective(self, name: str, text: str, bytes_sent: int, bytes_received: int = 0, misaligned: Ints = ()) -> Step:
         """Return a collective, which this rank enters with that many bytes."""
         seconds = collective_seconds(name, bytes_sent, self.world, self.rates, bytes_received)
-        return Step(name, "backend", what, 0, bytes_sent, seconds, misaligned=misaligned)
+        return Step(name, "backend", text, 0, bytes_sent, seconds, misaligned=misaligned)
 
-    def misaligned(self, *blocks: tuple[Ints, int, Ints | None]) -> Ints:
+    def misaligned(self, *counts: Ints) -> Ints:
         """Return the ranks whose block starts at no multiple of 16 bytes, in any buffer; none on CPUs.
 
         Args:
-            blocks: of a buffer its shape, the dim along which it is split, and the size of the dim on each rank.
+            counts: of a buffer, the elements of every rank's block.
         """
         found: set[int] = set()
-        for shape, dim, sizes in blocks if self.kind == "cuda" else ():
-            parts = sizes or (shape[dim] // self.world,) * self.world
-            slab = self.nbytes(resized(shape, dim, 1))
-            ends = accumulate((part * slab for part in parts), initial=0)
-            found |= {rank for rank, (start, part) in enumerate(zip(ends, parts, strict=False)) if part and start % 16}
+        for blocks in counts if self.kind == "cuda" else ():
+            ends = accumulate((count * self.dtype.itemsize for count in blocks), initial=0)
+            found |= {
+                rank for rank, (start, count) in enumerate(zip(ends, blocks, strict=False)) if count and start % 16
+            }
         return tuple(sorted(found))
+
+    def exchange(self, planned: Exchange, shapes: Sequence[Ints], text: str) -> list[Step]:
+        """Return the steps of an exchange of tensors of these shapes: a pack, the all-to-all, an unpack."""
+        arrived = self.local("unpack", f"{list(planned.shapes[0])} is already in rank order (no copy)", 0)
+        if planned.unpack is not None:
+            arrived = self.local_pass("unpack", planned.unpack, planned.shapes)
+        return [self.local_pass("pack", planned.pack, shapes), self.all_to_all(planned, text), arrived]
+
+    def all_to_all(self, planned: Exchange, text: str) -> Step:
+        """Return the all-to-all of an exchange, whose wire has the dtype of the call."""
+        equal = (planned.pack.elements // self.world,) * self.world
+        send, recv = planned.send_counts or equal, planned.recv_counts or equal
+        received = (sum(recv) - recv[self.rank]) * self.dtype.itemsize
+        return self.collective("all-to-all", text, planned.bytes_sent, received, self.misaligned(send, recv))
+
+    def local_pass(self, name: Literal["pack", "unpack"], planned: Pass | SplitPass, shapes: Sequence[Ints]) -> Step:
+        """Return the step of a pass between tensors of these shapes and the wire."""
+        if isinstance(planned, SplitPass):
+            return self._layout(name, planned.split, name == "pack" and planned.split.is_wire)
+        ends = [" ".join(str(list(shape)) for shape in shapes), f"wire [{sum(map(math.prod, shapes))}]"]
+        text = " -> ".join(ends if name == "pack" else ends[::-1])
+        if name == "pack" and planned.is_in_order:
+            return self.local(name, f"{ends[0]} is already in rank order (no copy)", 0)
+        tensors = [torch.empty(shape, dtype=self.dtype, device="meta") for shape in shapes]
+        copied = planned.packed_bytes(tensors) if name == "pack" else planned.unpacked_bytes(tensors, False)
+        path = self.path("segments", self.nbytes(shapes[0]), self.dtype.itemsize)
+        return self.local(name, text, copied, path)
 
     def flat(self, shape: Ints) -> list[Step]:
         """Return the copy that makes the input contiguous; nothing where it is."""
         if self.input(shape).is_contiguous():
             return []
-        what = f"{list(shape)} with strides {list(self.stride or ())} made contiguous"
-        return [self.local("copy", what, 2 * self.nbytes(shape))]
+        text = f"{list(shape)} with strides {list(self.stride or ())} made contiguous"
+        return [self.local("copy", text, 2 * self.nbytes(shape))]
 
     def pack(self, shape: Ints, dim: int, sizes: Ints | None = None) -> Step:
         """Return the pack of the input, split along ``dim``, into rank order."""
         split = split_by(shape, self.input(shape).stride(), dim, self.world, sizes)
         return self._layout("pack", split, split.is_wire)
-
-    def unpack(self, shape: Ints, dim: int, sizes: Ints | None = None) -> Step:
-        """Return the unpack of the wire into a tensor of that shape, concatenated along ``dim``."""
-        split = split_by(shape, None, dim, self.world, sizes)
-        return self._layout("unpack", split, split.outer == 1)
-
-    def unpack_padded(self, shape: Ints, dim: int, sizes: Ints | None) -> Step:
-        """Return the unpack of parts that were padded to the largest of ``sizes``."""
-        split, parts = split_by(shape, None, dim, self.world, sizes), sizes or ()
-        if parts == chunk_sizes(shape[dim], self.world):  # padding at the end alone
-            return self.unpack(shape, dim)
-        if split.outer == 1 and ends_short(parts):
-            return self._layout("unpack", split, True)
-        ends = f"wire [{self.world}, {split.outer}, {split.run}] -> {list(shape)} along dim {dim}"
-        path = self.path("segments", self.nbytes(shape), self.dtype.itemsize)
-        return self.local("unpack", ends, 2 * self.nbytes(shape), path)
 
     def _layout(self, name: str, split: Split, is_wire: bool) -> Step:
         """Return the step of a pack or unpack of a tensor; none moves if ``is_wire``."""
@@ -193,21 +228,21 @@ class Call:
             return self.local(name, f"{list(shape)} is already in rank order (no copy)", 0)
         flat, ranks = f"[{split.outer * split.row}]", f"[{self.world}, {split.outer}, {split.run}]"
         ends = f"{list(shape)} along dim {split.dim}", f"wire {ranks if split.sizes is None else flat}"
-        what = " -> ".join(ends if name == "pack" else (ends[1], ends[0]))
+        text = " -> ".join(ends if name == "pack" else (ends[1], ends[0]))
         copied, unit, walked = 2 * self.nbytes(shape), split.unit(size), split.walked
         path = self.path(name, self.nbytes(shape), unit)
         if walked is None:  # no kernel reads it
-            return self._copied(name, what, copied)
+            return self._copied(name, text, copied)
         if path != "triton" or not copied:
-            return self.local(name, what, copied, path)
+            return self.local(name, text, copied, path)
         # With sizes the run is the longest.
         cols = walked.run if walked.lengths is not None else walked.world * walked.run
         tile = config_for(name, unit, walked.outer, cols * size, device_name=self.device_name, sm_count=self.sm_count)
         tile_text = f"{tile.block_rows} x {tile.block_cols} B, {tile.num_warps} warps, {unit} B per access"
-        return self.local(name, what, copied, path, tile_text, origin_of(name, unit, self.device_name, self.sm_count))
+        return self.local(name, text, copied, path, tile_text, origin_of(name, unit, self.device_name, self.sm_count))
 
-    def _copied(self, name: str, what: str, copied: int) -> Step:
+    def _copied(self, name: str, text: str, copied: int) -> Step:
         """Return the step of a layout that no kernel reads: torch's copies, or an error if triton is forced."""
         if ops.forced_path() == "triton":
-            raise UnsupportedError(f"plan: path triton is forced, but no kernel walks {what} with these strides")
-        return self.local(name, f"{what}, one strided copy per rank", copied)
+            raise UnsupportedError(f"plan: path triton is forced, but no kernel walks {text} with these strides")
+        return self.local(name, f"{text}, one strided copy per rank", copied)
