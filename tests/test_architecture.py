@@ -155,8 +155,9 @@ def test_a_name_that_does_not_exist_is_found(name: str) -> None:
         ("eager.all_gather", "core"), ("backend.Handle.wait", "core"), ("backend.Handle._work", "core"),
         ("plan.CollectivePlan.in_order", "core"), ("ops.path_for", "core"), ("record.hooks.observer", "core"),
         ("torch.distributed.all_reduce", "core"), ("debug.flight.flight", "core"), ("plan.Bucket.send", "reshard"),
-        ("execute.Executor._group", "reshard"), ("rules.engine.Call.run", "tensor"), ("core.eager.split", "mappings"),
-        ("tritoncomm_kernels.launch.Launch", "core"), ("redistribute.redistribute", "tensor"),
+        ("execute.Executor._group", "reshard"), ("rules.engine.OperatorCall.run", "tensor"),
+        ("core.eager.split", "mappings"), ("tritoncomm_kernels.launch.Launch", "core"),
+        ("redistribute.redistribute", "tensor"),
     ],
 )  # fmt: skip
 def test_a_name_that_exists_is_none(name: str, package: str) -> None:

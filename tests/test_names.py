@@ -1,4 +1,4 @@
-"""The ratchet of names holds on this tree, and sees one more name, tuple or homonym."""
+"""The ratchet of names holds on this tree, and sees one more name, tuple, homonym, or larger function."""
 
 import ast
 from pathlib import Path
@@ -20,7 +20,9 @@ def test_counts_are_at_their_limits(capsys: pytest.CaptureFixture[str]) -> None:
             "anonymous tuples",
             "def f() -> tuple[int, str]: ...\ndef g() -> tuple[int, ...]: ...\ndef h() -> tuple[int, int]: ...",
         ),
-        ("class names of several meanings", "class Pass: ...\nclass Block: ...\nclass Exchange: ..."),
+        ("class names of several meanings", "class Pass: ...\nclass Exchange: ..."),
+        ("most names bound by a function", f"def f({', '.join(f'x{i}' for i in range(40))}):\n    y = 1"),
+        ("most names bound by a kernel", f"@triton.jit\ndef f({', '.join(f'x{i}' for i in range(64))}):\n    y = 1"),
     ],
 )
 def test_more_is_refused(

@@ -563,21 +563,21 @@ class _ConvHalo:
         width = weight.shape[-1] - 1
         positions = _sizes(sizes, x.shape[dim], x, group, name)
         rows = _starts(documents, sum(positions), x.shape[0], name)
-        others = {**{str(index): value for index, value in enumerate(further, 2)}, **kwargs}
-        for key, value in others.items():
+        extras = {**{str(index): value for index, value in enumerate(further, 2)}, **kwargs}
+        for key, value in extras.items():
             if isinstance(value, Tensor) and (value.dim() > 1 or not value.is_floating_point()):
                 raise UnsupportedError(
                     f"{name}: the argument {key}, {value.dtype} {list(value.shape)}, is no bias: states and boundaries "
                     "of documents would be those of a shard; pass documents"
                 )
-        compare_arguments(name, group, documents=rows, taps=width + 1, others=others)
+        compare_arguments(name, group, documents=rows, taps=width + 1, others=extras)
         plan = (plan_halo.__wrapped__ if is_compiling() else plan_halo)(positions, width, group.rank())
         halo = _halo(x, width, plan, dim, group, name) if width else x.narrow(dim, 0, 0)
         call, first = partial(self._apart, lambda inputs: self.function(inputs, weight, *further, **kwargs)), plan.first
         if len(rows) == 1:
             return call(x, halo, rows[0], first)
         of_rows = zip(x.split(1), halo.split(1), rows, strict=True)
-        return _joined([call(row, before, starts, first) for row, before, starts in of_rows], 0)
+        return _joined([call(row, row_halo, starts, first) for row, row_halo, starts in of_rows], 0)
 
     def _apart(self, function: Callable[[Tensor], Any], x: Tensor, halo: Tensor, starts: Ints, first: int) -> Any:
         """Convolve rows of a shard in one call, each document with zeros in front.
@@ -652,9 +652,9 @@ def plan_halo(positions: Ints, width: int, rank: int) -> _Halo:
 
     world = len(positions)
     parts = [overlap(rank, target) if target > rank else _Columns(0, 0) for target in range(world)]
-    received = tuple([overlap(source, rank).count if source < rank else 0 for source in range(world)])
+    recv_counts = tuple([overlap(source, rank).count if source < rank else 0 for source in range(world)])
     counts = tuple([columns.count for columns in parts])
-    return _Halo(firsts[rank], tuple([columns for columns in parts if columns.count]), counts, received)
+    return _Halo(firsts[rank], tuple([columns for columns in parts if columns.count]), counts, recv_counts)
 
 
 def _halo(x: Tensor, width: int, plan: _Halo, dim: int, group: ProcessGroup, name: str) -> Tensor:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -166,44 +166,69 @@ def _plan(
     # them too when it accumulates.
     valid = geo.outer * geo.row
     writes = geo.cells if name == "pack" else valid * (2 if accumulates else 1)
-    moved = valid * ends[0].itemsize + writes * ends[1].itemsize
+    nbytes = valid * ends[0].itemsize + writes * ends[1].itemsize
     # Rows without elements may have padding on the wire: ``_run`` zeroes it without a kernel.
     if not valid:
         return None, geo.cells * wire_dtype.itemsize if name == "pack" else 0, wide
     if len(geo.dims) > 3:
         raise ValueError(f"{name}: rows {tuple(shape)} with strides {stride} have more than three outer dims")
-    types, vec, unit, scaling = _unit(geo, rows_dtype, wire_dtype, wide, alignment)
+    launch = _launch(
+        _CopyKind(name, device, (rows_dtype, wire_dtype), wide, scaled, accumulates), geo, alignment, config
+    )
+    return launch, nbytes, wide
+
+
+class _CopyKind(NamedTuple):
+    """A copy between rows and a wire.
+
+    Attributes:
+        dtypes: of the rows and of the wire.
+        wide: type of the arithmetic, None where bits are copied.
+    """
+
+    name: str
+    device: int
+    dtypes: tuple[torch.dtype, torch.dtype]
+    wide: torch.dtype | None
+    scaled: bool
+    accumulates: bool
+
+
+def _launch(kind: _CopyKind, geo: Geometry, alignment: int, config: Config | None) -> Launch:
+    """Choose the kernel and the tile of a copy, and return its launch."""
+    name, (rows_dtype, wire_dtype) = kind.name, kind.dtypes
+    types, vec, unit, scaling = _unit(geo, rows_dtype, wire_dtype, kind.wide, alignment)
     # ``starts`` and ``longest`` count units, not elements. ``longest`` is the longest piece of a row that tiles divide:
     # the row with its padding, or the largest shard.
     starts = None if geo.starts is None else _in_units(scaling, *geo.starts)
     longest = _in_units(scaling, geo.world * geo.run)[0] if starts is None else max(_lengths(starts))
-    # Split sizes and strided rows make long addresses, for which ``tile_on`` takes fewer rows.
-    addresses_are_long = geo.starts is not None or geo.stride_element != 1
     in_wire_order = config is None and _is_in_wire_order(name, geo, wire_dtype.itemsize, unit)
     if in_wire_order:
-        tile = wire_order_tile(device, unit)
+        tile = wire_order_tile(kind.device, unit)
     else:
-        tile = config or tile_on(device, name, unit, geo.outer, longest * unit, addresses_are_long)
+        # Split sizes and strided rows make long addresses, for which ``tile_on`` takes fewer rows.
+        addresses_are_long = geo.starts is not None or geo.stride_element != 1
+        tile = config or tile_on(kind.device, name, unit, geo.outer, longest * unit, addresses_are_long)
     # A tile's bytes count the larger of the two types, and a tile has at least one unit of each row.
     block_cols = max(tile.block_cols // max(types[0].itemsize, types[1].itemsize), vec)
-    bands = -(-geo.outer // tile.block_rows)
+    bands, step = -(-geo.outer // tile.block_rows), block_cols // vec  # tiles of rows, and units of a row in a tile
     if in_wire_order:
-        shards, bands = _wire_shards(geo, scaling, block_cols // vec), 1
+        shards, bands = _wire_shards(geo, scaling, step), 1
     elif starts is None:
-        shards = _equal_shards(geo, scaling, longest, block_cols // vec)
+        shards = _equal_shards(geo, scaling, longest, step)
     else:
-        shards = _given_shards(geo.outer, starts, block_cols // vec)
-    kernel, tiles, inner, own, table = shards
+        shards = _given_shards(geo.outer, starts, step)
+    kernel, tiles, inner, shard_constants, table = shards
     # The integers stand in the order of the kernel's signature: those of the walk, then those of the shards.
     numbers, grid = (*_walk(geo, scaling), *inner), bands * tiles
     # The row is checked too: a kernel counts its columns even if the row is no argument.
     fits(name, (*numbers, grid, _in_units(scaling, geo.row)[0]))
-    constants = own | dict(
+    constants = shard_constants | dict(
         VEC=vec, OUTER_DIMS=len(geo.dims), STRIDED=geo.stride_element != 1, UNPACK=name == "unpack",
-        WIDE=None if wide is None else TRITON_TYPE[wide], HAS_SCALE=scaled, ACCUMULATE=accumulates,
+        WIDE=None if kind.wide is None else TRITON_TYPE[kind.wide], HAS_SCALE=kind.scaled, ACCUMULATE=kind.accumulates,
         EVICT_FIRST=tile.evict_first and unit in EVICT_UNITS, BLOCK_ROWS=tile.block_rows, BLOCK_COLS=block_cols,
     )  # fmt: skip
-    return Launch(kernel, device, grid, types, numbers, constants, tile.num_warps, table), moved, wide
+    return Launch(kernel, kind.device, grid, types, numbers, constants, tile.num_warps, table)
 
 
 def _unit(

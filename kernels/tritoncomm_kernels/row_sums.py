@@ -243,13 +243,13 @@ def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor, behi
 
     Traffic: reads index, weights and every indexed row once, writes ``out`` once.
     """
-    lists = listed_rows("sum_rows", x, out, index, weights, index, behind)
+    lists = listed_rows("sum_rows", rows=x, totals=out, index=index, weights=weights, slots=index, behind=behind)
     limit, count = lists.rows, lists.lists
     if count and lists.row:
         addressed = [tensor for tensor in (index, behind, weights) if tensor is not None]
         _run("sum_rows", addressed, lists, (x, out), (limit, count), weights, behind)
-    moved = index.numel() * (lists.row * x.itemsize + index.itemsize) + out.nbytes
-    return moved + (0 if weights is None else weights.nbytes)
+    nbytes = index.numel() * (lists.row * x.itemsize + index.itemsize) + out.nbytes
+    return nbytes + (0 if weights is None else weights.nbytes)
 
 
 def scale_rows(x: Tensor, pair: Tensor, weights: Tensor, out: Tensor) -> int:
@@ -276,7 +276,7 @@ def scale_rows(x: Tensor, pair: Tensor, weights: Tensor, out: Tensor) -> int:
 
     Traffic: reads pairs, weights and rows once for every pair, writes ``out`` once.
     """
-    lists = listed_rows("scale_rows", out, x, pair, weights, weights)
+    lists = listed_rows("scale_rows", rows=out, totals=x, index=pair, weights=weights, slots=weights)
     limit, count = lists.lists * lists.slots, lists.rows
     if not limit:
         out.zero_()
@@ -309,7 +309,7 @@ def dot_rows(x: Tensor, y: Tensor, pair: Tensor, out: Tensor) -> int:
 
     Traffic: reads pairs, and both rows once for every pair; writes a number for every pair.
     """
-    lists = listed_rows("dot_rows", y, x, pair, out, out)
+    lists = listed_rows("dot_rows", rows=y, totals=x, index=pair, weights=out, slots=out)
     if not out.is_contiguous():
         raise ValueError(f"dot_rows: out must be contiguous, not strided by {out.stride()}")
     if lists.rows and lists.row and out.numel():
@@ -339,8 +339,8 @@ def scale_dot_rows(x: Tensor, y: Tensor, pair: Tensor, weights: Tensor, scaled: 
     Traffic: reads pairs, weights and both rows once for every pair; writes a row and a number for every pair.
     """
     name = "scale_dot_rows"
-    lists = listed_rows(name, y, x, pair, out, out)
-    listed_rows(name, scaled, x, pair, weights, weights)
+    lists = listed_rows(name, rows=y, totals=x, index=pair, weights=out, slots=out)
+    listed_rows(name, rows=scaled, totals=x, index=pair, weights=weights, slots=weights)
     if not out.is_contiguous() or scaled.dtype is not y.dtype:
         raise ValueError(f"{name}: out must be contiguous, not strided by {out.stride()}, and scaled rows of "
                          f"{y.dtype}, not {scaled.dtype}")  # fmt: skip
@@ -349,8 +349,8 @@ def scale_dot_rows(x: Tensor, y: Tensor, pair: Tensor, weights: Tensor, scaled: 
     else:
         scaled.zero_()
         out.view(-1)[pair[(pair >= 0) & (pair < out.numel())].long()] = 0
-    moved = lists.row * (x.itemsize + 2 * y.itemsize) + pair.itemsize + out.itemsize + weights.itemsize
-    return lists.rows * moved
+    row_bytes = lists.row * (x.itemsize + 2 * y.itemsize) + pair.itemsize + out.itemsize + weights.itemsize
+    return lists.rows * row_bytes
 
 
 _KERNELS = {

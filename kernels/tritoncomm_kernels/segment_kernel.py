@@ -72,32 +72,34 @@ def _walk(
     lane, element = tl.arange(0, BLOCK)[:, None], tl.arange(0, VEC)[None, :]
     for block in range((units + BLOCK - 1) // BLOCK):
         i = block * BLOCK + lane
-        mask, offset, place = i < units, i.to(tl.int64), i.to(tl.int64)
+        # Units from the record's first unit: in the tensor, and in the wire where its rows have gaps.
+        mask, offset, wire_place = i < units, i.to(tl.int64), i.to(tl.int64)
         if STRIDED:
+            # Row of unit i, by a product instead of a division; exact below 2**31 units.
             r = ((i + skip).to(tl.uint32).to(tl.uint64) * magic.to(tl.uint32).to(tl.uint64)) >> 31
             r = r.to(tl.int32).to(tl.int64)
             offset += r * gap
             if WORDS > 4:
-                place += r * wire_gap
+                wire_place += r * wire_gap
         in_rows = rows_ptr + (offset * VEC + element)
-        in_wire = wire_ptr + ((place if WORDS > 4 else i) * VEC + element)
+        in_wire = wire_ptr + ((wire_place if WORDS > 4 else i) * VEC + element)
         if SCATTER:
             x = tl.load(in_wire, mask=mask)
-        elif PADDED:
+        elif PADDED:  # ``readable`` is 0 in padding: zeros
             x = tl.load(in_rows, mask=i < readable, other=0)
         else:
             x = tl.load(in_rows, mask=mask)
         if SUMMED:
             x = widen(x, WIDE)
-            part_ptr = parts_ptr
-            for _ in range(parts):
+            part_ptr = parts_ptr  # two words a part: bytes from the first part, and the stride beyond a row
+            for _ in range(parts):  # in the order of the table, so that sums have the same bits
                 other_ptr = (wire_at + tl.load(part_ptr)).to(tl.pointer_type(WIRE))
-                other = i.to(tl.int64)
+                part_place = i.to(tl.int64)
                 if STRIDED:
-                    other += r * tl.load(part_ptr + 1)
+                    part_place += r * tl.load(part_ptr + 1)
                 if VEC > 1:
                     other_ptr = tl.multiple_of(other_ptr, 16)
-                x += widen(tl.load(other_ptr + (other * VEC + element), mask=mask), WIDE)
+                x += widen(tl.load(other_ptr + (part_place * VEC + element), mask=mask), WIDE)
                 part_ptr += 2
         if SCATTER:
             tl.store(in_rows, converted(x, scale, in_rows, mask, ROWS, WIDE, HAS_SCALE, ACCUMULATE), mask=mask)
@@ -137,17 +139,19 @@ def _segments_kernel(
     count = (tl.load(table_ptr + program + 1) - first).to(tl.int32)
     record_ptr = table_ptr + tl.num_programs(0) + 1 + first * WORDS
     for _ in range(count):
-        rows_at, place = tl.load(record_ptr), tl.load(record_ptr + 1)
+        # The words of a record as the module's table lays them out.
+        rows_at, wire_word = tl.load(record_ptr), tl.load(record_ptr + 1)
         sizes, kind = tl.load(record_ptr + 2), tl.load(record_ptr + 3)
-        wire_gap, more = 0 * sizes, 0 * sizes
+        wire_gap, part_list = 0 * sizes, 0 * sizes
         if WORDS > 4:
             wire_gap = tl.load(record_ptr + 4)
         if WORDS > 5:
-            more = tl.load(record_ptr + 5)
+            part_list = tl.load(record_ptr + 5)
         record_ptr += WORDS
-        wire_at, skip = place & 0xFFFFFFFFFFFF, (place >> 48).to(tl.int32)
+        wire_at, skip = wire_word & 0xFFFFFFFFFFFF, (wire_word >> 48).to(tl.int32)
         units, magic, gap, code = sizes.to(tl.int32), (sizes >> 32).to(tl.int32), kind >> 32, kind.to(tl.int32)
         readable, tensor = tl.where((code & 8) != 0, 0, units), (code >> 4) & 0xFFFFFFF
+        # Byte offsets become addresses: of the tensor, and of the wire or, of pairs, of the tensor's target.
         if PAIRED:
             tensor *= 2
         else:
@@ -157,7 +161,7 @@ def _segments_kernel(
             if PAIRED:
                 wire_at += tl.load(list_ptr + tensor + 1)
         else:
-            address, paired = tensor_0, tensor_1
+            address, paired = tensor_0, tensor_1  # a tuple takes no index that is known at run time
             for t in tl.static_range(1, 16):
                 address = tl.where(tensor == t, addresses[t], address)
                 if PAIRED:
@@ -165,7 +169,7 @@ def _segments_kernel(
             rows_at += address
             if PAIRED:
                 wire_at += paired
-        parts_ptr, parts = table_ptr + (more & 0xFFFFFFFF), (more >> 32).to(tl.int32)
+        parts_ptr, parts = table_ptr + (part_list & 0xFFFFFFFF), (part_list >> 32).to(tl.int32)
         for w in tl.static_range(WIDTHS):
             if WIDTHS == 1 or (code & 7) == w:
                 _walk(

@@ -216,7 +216,7 @@ def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
 
 def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor, behind: Tensor | None = None) -> int:
     """``out[i] = sum of weights[i, s] * x[index[i, s]]`` in the order of s; see ``tritoncomm_kernels.sum_rows``."""
-    lists = listed_rows("sum_rows", x, out, index, weights, index, behind)
+    lists = listed_rows("sum_rows", rows=x, totals=out, index=index, weights=weights, slots=index, behind=behind)
     if behind is not None:
         return sum_rows(torch.cat([x, behind]), index, weights, out)
     for sources, factors, total in _blocks(lists.slots * lists.row, index, weights, out):
@@ -232,13 +232,13 @@ def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor, behi
             wide.index_add_(0, places // lists.slots, parts)
         if wide is not total:
             total.copy_(_narrowed(wide, out.dtype))
-    moved = index.numel() * (lists.row * x.itemsize + index.itemsize) + out.nbytes
-    return moved + (0 if weights is None else weights.nbytes)
+    nbytes = index.numel() * (lists.row * x.itemsize + index.itemsize) + out.nbytes
+    return nbytes + (0 if weights is None else weights.nbytes)
 
 
 def scale_rows(x: Tensor, pair: Tensor, weights: Tensor, out: Tensor) -> int:
     """``out[j] = weights[i, s] * x[i]``, where ``pair[j] = i*slots + s``; see ``tritoncomm_kernels.scale_rows``."""
-    lists = listed_rows("scale_rows", out, x, pair, weights, weights)
+    lists = listed_rows("scale_rows", rows=out, totals=x, index=pair, weights=weights, slots=weights)
     factors = weights.reshape(-1, 1)
     for pairs, target in _blocks(lists.row, pair, out):
         rows, places, mask = _rows_of_pairs(x, pairs, lists.slots)
@@ -252,14 +252,14 @@ def scale_rows(x: Tensor, pair: Tensor, weights: Tensor, out: Tensor) -> int:
 
 def dot_rows(x: Tensor, y: Tensor, pair: Tensor, out: Tensor) -> int:
     """``out[i, s] = x[i] . y[j]``, where ``pair[j] = i*slots + s``; see ``tritoncomm_kernels.dot_rows``."""
-    lists = listed_rows("dot_rows", y, x, pair, out, out)
+    lists = listed_rows("dot_rows", rows=y, totals=x, index=pair, weights=out, slots=out)
     if not out.is_contiguous():
         raise ValueError(f"dot_rows: out must be contiguous, not strided by {out.stride()}")
     lanes = min(DOT_LANES, power_of_two(lists.row))
     steps = -(-lists.row // lanes)
-    for pairs, others in _blocks(lists.row, pair, y):
+    for pairs, rows_of_y in _blocks(lists.row, pair, y):
         rows, places, mask = _rows_of_pairs(x, pairs, lists.slots)
-        products = rows.to(lists.wide).mul_(others if mask is None else others[mask])
+        products = rows.to(lists.wide).mul_(rows_of_y if mask is None else rows_of_y[mask])
         if steps * lanes != lists.row:
             products = torch.nn.functional.pad(products, (0, steps * lanes - lists.row))
         total, *blocks = (

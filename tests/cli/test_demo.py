@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from tritoncomm import cli
 from tritoncomm.cli import demo as demo_command
 from tritoncomm.cli._console import terminal
-from tritoncomm.demo import DemoError, Outcome, Settings, run
+from tritoncomm.demo import DemoError, DemoOutcome, Settings, run
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"steps": 3, "layers": 1, "hidden": 32, "sequence": 16, "batch": 2}
@@ -179,12 +179,12 @@ def test_a_picture_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
         demo_command.check_plot(tmp_path / "loss.svg")
 
 
-def outcome(ranks: int = 2) -> Outcome:
+def outcome(ranks: int = 2) -> DemoOutcome:
     """A run that was never made, with names and figures of the longest kind."""
     count = SimpleNamespace(calls=12345, bytes_copied=123456789012, bytes_sent=98765432109, seconds=1.0)
     names = ("reduce_scatter_to_sequence_parallel_region.backward", "send_forward_backward_recv_forward_backward")
     counters = {(name, "triton"): count for name in names}
-    return Outcome(Settings(ranks=ranks, steps=1), [2.0, 1.0], [2.0, 1.0], 2.0, counters)
+    return DemoOutcome(Settings(ranks=ranks, steps=1), [2.0, 1.0], [2.0, 1.0], 2.0, counters)
 
 
 def test_the_table_keeps_its_figures_on_80_columns(monkeypatch, capsys):

@@ -18,8 +18,7 @@ from tritoncomm.core import ops
 from tritoncomm.core.cost import DEFAULTS
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.explain import OPS, cost, explain
-from tritoncomm.explain.steps import Call as StepsCall
-from tritoncomm.explain.steps import Movement
+from tritoncomm.explain.steps import Movement, PlannedCall
 
 DIMS = {"all_to_all_dims": ((2, 1), (0, 2), (1, 0)), "all_gather": ((0,), (2,)), "reduce_scatter": ((1,),)}
 DIMS["split"] = ((0,), (-1,))
@@ -340,7 +339,7 @@ def test_blocks_that_nccl_copies_by_bytes_are_named(
     starts = [shape[0] * sum(sizes[:rank]) * dtype.itemsize for rank in range(world)]
     assert starts[-1] + shape[0] * sizes[-1] * dtype.itemsize == wire.nbytes
     expected = tuple(rank for rank in range(world) if sizes[rank] and starts[rank] % 16)
-    call = StepsCall((), world, dtype, "cuda", None, DEFAULTS["cuda"], False)
+    call = PlannedCall((), world, dtype, "cuda", None, DEFAULTS["cuda"], False)
     counts = tuple(shape[0] * size for size in sizes)
     assert call.misaligned(counts) == call.misaligned((16,) * world, counts) == expected
     assert replace(call, kind="cpu").misaligned(counts) == ()

@@ -26,7 +26,7 @@ from tritoncomm import ArgumentError, MismatchError, UnsupportedError, groups, p
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
 from tritoncomm.debug import check, p2p_check, store
-from tritoncomm.debug.flight import Call
+from tritoncomm.debug.flight import FlightCall
 from tritoncomm.p2p import header
 from tritoncomm.p2p.neighbours import Neighbours
 
@@ -729,6 +729,6 @@ def test_one_graph_is_refused_by_name(pair: Pool) -> None:
 
 def test_a_graph_that_is_captured_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    call = list(Call(1, "f", "all_reduce", "g", (), None, (), None, 0, 0, 0))
+    call = list(FlightCall(1, "f", "all_reduce", "g", (), None, (), None, 0, 0, 0))
     with pytest.raises(UnsupportedError, match="f: check mode cannot compare calls that a CUDA graph replays"):
         check.check_call(call, None, type("OnGpu", (), {"is_cuda": True})())

@@ -30,7 +30,7 @@ from tritoncomm import ArgumentError, PeerError, ShapeError, p2p, record, variab
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
 from tritoncomm.debug import signals, story, trace
-from tritoncomm.debug.flight import Call, flight, open_calls
+from tritoncomm.debug.flight import FlightCall, flight, open_calls
 from tritoncomm.debug.sites import call_site, located
 from tritoncomm.integrations.megatron.frozen_linear import _FrozenLinear
 from tritoncomm.p2p import transport
@@ -116,7 +116,7 @@ def run_sites(group: ProcessGroup) -> dict[str, Any]:
     sites: list[tuple[Any, Any]] = []
 
     def compare(entry: Any, *_: Any) -> None:
-        call = Call._make(entry)
+        call = FlightCall._make(entry)
         sites.append((call.site, call_site()))
 
     variables.FLIGHT.assign((8, ""))
@@ -423,4 +423,4 @@ def test_frames_that_were_looked_at_keep_nothing() -> None:
 
 
 def _entry(**fields: Any) -> list[Any]:
-    return list(Call(1, "f", "all_reduce", "g", (2,), torch.float32, (), None, 0, 1, 0)._replace(**fields))
+    return list(FlightCall(1, "f", "all_reduce", "g", (2,), torch.float32, (), None, 0, 1, 0)._replace(**fields))

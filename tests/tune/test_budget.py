@@ -18,7 +18,7 @@ from tritoncomm_kernels import tables
 from tritoncomm.cli import tune as tune_command
 from tritoncomm.tune import search, static, tuner
 from tritoncomm.tune.candidates import Candidate, candidates
-from tritoncomm.tune.tuner import Request
+from tritoncomm.tune.tuner import TuneRequest
 
 OPS = ("pack", "unpack", "reduce")
 
@@ -65,7 +65,7 @@ def test_a_budget_that_judging_would_use_up_ends_with_a_table(
         return one_batch(*batch)
 
     monkeypatch.setattr(search, "judge", slow)
-    request = Request(ops=["pack"], shapes=["64x1024"], budget=30)
+    request = TuneRequest(ops=["pack"], shapes=["64x1024"], budget=30)
     first = Gpu(clock=clock)
     outcome = tuner.measure(request, first, clock=lambda: clock[0])
     assert outcome.state == search.OUT_OF_TIME
@@ -82,7 +82,7 @@ def test_a_budget_that_judging_would_use_up_ends_with_a_table(
     assert all(tile[label] <= 2**15 for label in ranked)
 
     second = Gpu(clock=clock)
-    outcome = tuner.measure(Request(ops=["pack"], shapes=["64x1024"]), second, clock=lambda: clock[0])
+    outcome = tuner.measure(TuneRequest(ops=["pack"], shapes=["64x1024"]), second, clock=lambda: clock[0])
     assert outcome.state == search.COMPLETE
     assert sum(count for _, _, count in judge) == len(candidates("pack", 16)), "nothing is judged twice"
     assert not {label for _, label in second.timed} & set(labels)
@@ -91,7 +91,7 @@ def test_a_budget_that_judging_would_use_up_ends_with_a_table(
 
 def test_a_budget_that_is_over_at_once_ends_with_a_sentence(judge: list[tuple[str, int, int]]) -> None:
     clock = iter(range(10**6))
-    outcome = tuner.measure(Request(ops=["pack"], shapes=["64x1024"], budget=0.5), Gpu(), clock=lambda: next(clock))
+    outcome = tuner.measure(TuneRequest(ops=["pack"], shapes=["64x1024"], budget=0.5), Gpu(), clock=lambda: next(clock))
     lines: list[str] = []
     code = tune_command.verdict(
         outcome, SimpleNamespace(print=lambda line, **_: lines.append(line), is_terminal=False, stderr=False, width=80)
@@ -178,7 +178,7 @@ def test_ctrl_c_keeps_what_is_judged(monkeypatch: pytest.MonkeyPatch, judge: lis
 def test_a_static_ranking_in_a_folder_is_named_after_its_target(
     tmp_path: Path, judge: list[tuple[str, int, int]]
 ) -> None:
-    request = Request(ops=["pack"], shapes=["64x64"], out=tmp_path)
+    request = TuneRequest(ops=["pack"], shapes=["64x64"], out=tmp_path)
     outcome = tuner.rank_static(request, "sm_90")
     assert outcome.path == tmp_path / "sm_90.json"
     assert outcome.path.is_file()
@@ -207,5 +207,5 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path, name: str) -> N
     if name == "pipe":
         os.mkfifo(out)
     with pytest.raises(ValueError, match="is not a regular file"):
-        tuner.rank_static(Request(ops=["pack"], shapes=["64x64"], out=out), "sm_90")
+        tuner.rank_static(TuneRequest(ops=["pack"], shapes=["64x64"], out=out), "sm_90")
     assert not out.is_file()

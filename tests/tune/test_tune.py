@@ -30,7 +30,7 @@ from tritoncomm.tune import cases, measure, results, search, static, tuner
 from tritoncomm.tune.candidates import Candidate, candidates, default, groups
 from tritoncomm.tune.cases import Case
 from tritoncomm.tune.machine_code import TARGETS
-from tritoncomm.tune.tuner import Request
+from tritoncomm.tune.tuner import TuneRequest
 
 ROOT = Path(__file__).parents[2]
 BF16 = torch.bfloat16
@@ -230,7 +230,7 @@ def test_a_static_ranking_is_no_table(tmp_path: Path) -> None:
 # Measured runs, on a device that is made up
 
 
-CASE = Request(ops=["pack"], shapes=["64x1024"])
+CASE = TuneRequest(ops=["pack"], shapes=["64x1024"])
 
 
 def test_a_search_writes_the_table_that_config_for_reads() -> None:
@@ -273,7 +273,7 @@ def test_an_interrupted_search_goes_on_where_it_stopped() -> None:
 def test_the_budget_ends_a_search_between_tasks() -> None:
     clock = [0.0]
     bench = FakeBench(clock=clock)
-    outcome = tuner.measure(Request(ops=["pack"], shapes=["64x1024"], budget=5), bench, clock=lambda: clock[0])
+    outcome = tuner.measure(TuneRequest(ops=["pack"], shapes=["64x1024"], budget=5), bench, clock=lambda: clock[0])
     assert outcome.state == search.OUT_OF_TIME
     assert len(bench.timed) == 5
     assert outcome.content["complete"] is False
@@ -401,7 +401,7 @@ def test_the_bench_times_both_paths(op: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_search_with_real_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "_SIZES", [2**12])
     monkeypatch.setattr(measure, "_CALLS", 1)
-    outcome = tuner.measure(Request(ops=["reduce"], shapes=["64"], worlds=[2]), interpreted())
+    outcome = tuner.measure(TuneRequest(ops=["reduce"], shapes=["64"], worlds=[2]), interpreted())
     assert (outcome.state, outcome.wrong) == (search.COMPLETE, [])
     assert [one["us"] for one in outcome.content["results"].values() if "us" in one] == [3.0] * 8
     assert "2" in outcome.content["configs"]["reduce"]
@@ -469,7 +469,7 @@ def test_the_variable_may_name_a_folder_with_a_table_per_device(
 
 
 def test_a_search_writes_into_a_folder_by_the_name_of_the_device(tmp_path: Path) -> None:
-    outcome = tuner.measure(Request(ops=["pack"], shapes=["64x1024"], out=tmp_path), FakeBench())
+    outcome = tuner.measure(TuneRequest(ops=["pack"], shapes=["64x1024"], out=tmp_path), FakeBench())
     assert outcome.path == tmp_path / "test-gpu-7.json"
     assert outcome.path.is_file()
 
@@ -706,7 +706,7 @@ def test_the_list_says_what_a_model_exchanges() -> None:
 
 
 def test_shapes_worlds_and_dtypes_are_combined() -> None:
-    request = Request(ops=["pack"], shapes=["2x3x40", "6x40"], worlds=[2, 4], dtypes=["bf16", "int8"])
+    request = TuneRequest(ops=["pack"], shapes=["2x3x40", "6x40"], worlds=[2, 4], dtypes=["bf16", "int8"])
     found = tuner.cases_of(request)
     assert [(one.outer, one.row, one.world, one.dtype) for one in found] == [
         (6, 40, world, dtype) for world in (2, 4) for dtype in (BF16, torch.int8)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tritoncomm.cli._console import refuse, say, table, terminal
-from tritoncomm.demo import DemoError, Outcome, Settings, check_text, run
+from tritoncomm.demo import DemoError, DemoOutcome, Settings, check_text, run
 from tritoncomm.parsing import counted, dtype_name, parse_dtype
 
 __all__ = ["check_plot", "demo", "plot", "show", "train_with_progress"]
@@ -77,7 +77,7 @@ def _ranks(ranks: int | None, tensor: int | None, pipeline: int) -> int:
     return product
 
 
-def train_with_progress(settings: Settings, console: Console) -> Outcome:
+def train_with_progress(settings: Settings, console: Console) -> DemoOutcome:
     """Run the demo behind a progress bar per role."""
     columns = (
         TextColumn("{task.description:>14}"), BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -96,7 +96,7 @@ def train_with_progress(settings: Settings, console: Console) -> Outcome:
         return run(settings, follow)
 
 
-def show(outcome: Outcome, console: Console) -> None:
+def show(outcome: DemoOutcome, console: Console) -> None:
     """Print the table of rank 0, sorted by time, and the verdict as the last line."""
     settings = outcome.settings
     title = f"{_layout(settings)}, {counted(settings.steps, 'step')}, {outcome.seconds:.1f} s of training"
@@ -139,7 +139,7 @@ def check_plot(path: Path) -> None:
         raise ValueError(f"--plot {path}: no permission to write")
 
 
-def plot(outcome: Outcome, path: Path) -> None:
+def plot(outcome: DemoOutcome, path: Path) -> None:
     """Draw both loss curves into a picture."""
     # An extra, and slow to import.
     from matplotlib.figure import Figure

@@ -19,7 +19,7 @@ from tritoncomm.tune.cases import MODELS, Case
 from tritoncomm.tune.machine_code import TARGETS
 from tritoncomm.tune.measure import open_gpu
 from tritoncomm.tune.search import COMPLETE, INTERRUPTED
-from tritoncomm.tune.tuner import Outcome, Request, cases_of, measure, rank_static
+from tritoncomm.tune.tuner import Outcome, TuneRequest, cases_of, measure, rank_static
 
 __all__ = ["case_rows", "progress", "show_cases", "show_measured", "show_static", "tune", "verdict"]
 
@@ -66,7 +66,7 @@ def tune(
     Exits with 0 when done or out of time, 1 when an output was wrong or there is no result, 2 for invalid arguments or
     without a GPU, 130 when interrupted.
     """
-    request = Request(op or (), shape or (), world or (), dtype or (), model, tensor_parallel, tokens, budget, out)
+    request = TuneRequest(op or (), shape or (), world or (), dtype or (), model, tensor_parallel, tokens, budget, out)
     console, errors = terminal(), terminal(stderr=True)  # standard output gets the tables or one JSON document
     try:
         if listing:
@@ -85,7 +85,7 @@ def tune(
     raise typer.Exit(verdict(outcome, errors))
 
 
-def _search(request: Request, static: bool, target: str | None, errors: Console) -> Outcome:
+def _search(request: TuneRequest, static: bool, target: str | None, errors: Console) -> Outcome:
     """Rank by machine code, or measure on this GPU, behind a progress bar; ``target`` None is this GPU's."""
     if target is not None and not static:
         raise ValueError("--target goes with --static; without it the GPU at hand is measured")

@@ -20,15 +20,15 @@ class StartedExchange(NamedTuple):
     """An exchange in flight.
 
     Attributes:
-        received: wire that arrives.
+        recv_wire: wire that arrives.
         work: the backend's work; None if the exchange is over.
-        sent: wire that is sent, which has to live until then.
+        send_wire: wire that is sent, which has to live until then.
         path, copied: way of the pack, and the bytes that it copied.
     """
 
-    received: Tensor
+    recv_wire: Tensor
     work: backend.Work
-    sent: Tensor
+    send_wire: Tensor
     path: CopyPath = "view"
     copied: int = 0
 
@@ -39,7 +39,7 @@ def all_to_all(
     recv_counts: Ints,
     group: ProcessGroup,
     name: str,
-    received: Tensor | None = None,
+    recv_wire: Tensor | None = None,
     asynchronous: bool = False,
     shape: Ints | None = None,
 ) -> StartedExchange:
@@ -49,24 +49,24 @@ def all_to_all(
 
     Args:
         send_counts, recv_counts: rows to and from each rank; empty if all are equal.
-        received: contiguous memory for what arrives from several ranks; new memory by default.
+        recv_wire: contiguous memory for what arrives from several ranks; new memory by default.
         asynchronous: return while the all-to-all runs; the caller waits for its work.
         shape: of new memory for what arrives, which is a result; by default that of the rows.
     """
     if shape is None and group.size() == 1:
         return StartedExchange(wire, None, wire)
-    if received is None:
+    if recv_wire is None:
         if shape is None:
             shape = (sum(recv_counts), *wire.shape[1:]) if recv_counts else wire.shape
         # Strides are cached by shape. They do not depend on the number of rows, which may be new in every call.
-        received = empty(wire, shape, contiguous_stride((1, *shape[1:])), wire.dtype)
-    arriving = received  # the backend counts rows of dim 0, and takes equal ones of two tensors of one shape
-    if not send_counts and received.shape != wire.shape:
-        arriving = received.view(wire.shape)
-    elif received.dim() != wire.dim():
-        arriving = received.view(-1)
-    work = backend.all_to_all(arriving, wire, recv_counts, send_counts, group, name, asynchronous)
-    return StartedExchange(received, work, wire)
+        recv_wire = empty(wire, shape, contiguous_stride((1, *shape[1:])), wire.dtype)
+    target = recv_wire  # the backend counts rows of dim 0, and takes equal ones of two tensors of one shape
+    if not send_counts and recv_wire.shape != wire.shape:
+        target = recv_wire.view(wire.shape)
+    elif recv_wire.dim() != wire.dim():
+        target = recv_wire.view(-1)
+    work = backend.all_to_all(target, wire, recv_counts, send_counts, group, name, asynchronous)
+    return StartedExchange(recv_wire, work, wire)
 
 
 _Pack = TypeVar("_Pack", bound=Pass | SplitPass)
@@ -109,18 +109,18 @@ class Exchange(NamedTuple, Generic[_Pack, _Unpack]):
         if self.send_counts:
             wire = wire.view(-1)  # counts are of elements
         shape = self.shapes[0] if self.unpack is None else None  # what arrives is the result, no view of another tensor
-        started = all_to_all(wire, self.send_counts, self.recv_counts, group, span.name, None, asynchronous, shape)
-        if started.work is not None:
-            started.work.wait()
-        received = started.received
-        del wire, started  # the sent bytes are freed before the results are allocated
+        flight = all_to_all(wire, self.send_counts, self.recv_counts, group, span.name, None, asynchronous, shape)
+        if flight.work is not None:
+            flight.work.wait()
+        recv_wire = flight.recv_wire
+        del wire, flight  # the sent bytes are freed before the results are allocated
         if self.unpack is None:
             span.end(path, copied, self.bytes_sent)
-            return [received]
+            return [recv_wire]
         if outs is None:
-            outs, way, unpacked = self.unpack.results(received, self.shapes)
+            outs, way, unpacked = self.unpack.results(recv_wire, self.shapes)
         else:
-            _, way, unpacked = self.unpack.unpack(received, outs)
+            _, way, unpacked = self.unpack.unpack(recv_wire, outs)
         span.end(way if path == "view" else path, copied + unpacked, self.bytes_sent)
         return outs
 
@@ -129,16 +129,16 @@ class Exchange(NamedTuple, Generic[_Pack, _Unpack]):
         tensors: Sequence[Tensor],
         group: ProcessGroup,
         name: str,
-        received: Tensor | None = None,
+        recv_wire: Tensor | None = None,
         asynchronous: bool = True,
     ) -> StartedExchange:
         """Pack the tensors and start the all-to-all; the caller waits for its work and unpacks.
 
         Args:
-            received: flat memory for what arrives; new memory by default.
+            recv_wire: flat memory for what arrives; new memory by default.
         """
         wire, path, copied = self.pack.pack(tensors)
         if self.send_counts:
             wire = wire.view(-1)
-        started = all_to_all(wire, self.send_counts, self.recv_counts, group, name, received, asynchronous)
-        return StartedExchange(started.received, started.work, wire, path, copied)
+        flight = all_to_all(wire, self.send_counts, self.recv_counts, group, name, recv_wire, asynchronous)
+        return StartedExchange(flight.recv_wire, flight.work, wire, path, copied)

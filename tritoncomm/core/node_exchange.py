@@ -99,7 +99,7 @@ def _placement_of(group: ProcessGroup, per_node: int, name: str) -> _Placement:
         places = [rank // per_node for rank in ranks_of(group, name)]
         distinct = list(dict.fromkeys(places))
         count, size, position = len(distinct), len(places) // len(distinct), group.rank()
-        is_even = places == [place for place in distinct for _ in range(size)]
+        is_even = places == [node for node in distinct for _ in range(size)]
         nodes = Nodes(count, size, position // size, position % size) if is_even else None
         placement = _placements.set(group, _Placement(per_node, count, nodes))
     return placement
@@ -138,11 +138,11 @@ def _arriving(in_rows: Ints, nodes: Nodes, group: ProcessGroup, name: str, devic
 
     The rank of node n is the one with this rank's local number, and rank l is on this rank's node.
     """
-    sent = torch.tensor(in_rows, dtype=torch.int64, device=device)
+    send_counts = torch.tensor(in_rows, dtype=torch.int64, device=device)
     sizes = nodes.across([nodes.size] * nodes.count)
-    received = exchange.all_to_all(sent, sizes, sizes, group, name).received
+    recv_counts = exchange.all_to_all(send_counts, sizes, sizes, group, name).recv_wire
     # The host waits for the device here.
-    return received.view(nodes.count, nodes.size).tolist()
+    return recv_counts.view(nodes.count, nodes.size).tolist()
 
 
 def all_to_all(x: Tensor, planned: CollectivePlan, nodes: Nodes, group: ProcessGroup, span: Span) -> Tensor:
@@ -152,8 +152,8 @@ def all_to_all(x: Tensor, planned: CollectivePlan, nodes: Nodes, group: ProcessG
     plan = _even_levels(x.shape, x.itemsize, nodes)
     x, copied = contiguous(x)
     middle = exchange.all_to_all(x, plan.rows, plan.rows, group, span.name)
-    crossed = plan.inside.start((middle.received,), group, span.name, asynchronous=False)
-    results = plan.inside.unpack.results(crossed.received)
+    crossed = plan.inside.start((middle.recv_wire,), group, span.name, asynchronous=False)
+    results = plan.inside.unpack.results(crossed.recv_wire)
     span.end(crossed.path, copied + crossed.copied + results.copied, plan.bytes_between + plan.inside.bytes_sent)
     return torch.ops.aten._unsafe_view(results.tensors[0], planned.shape)
 
@@ -193,17 +193,17 @@ def _by_sizes(x: Tensor, planned: CollectivePlan, nodes: Nodes, group: ProcessGr
     ahead = [sum(in_rows[node * size : (node + 1) * size]) for node in range(count)]
     crossing = nodes.across([sum(rows) for rows in counts])
     middle = exchange.all_to_all(x, nodes.across(ahead), crossing, group, name)
-    # ``away`` counts the rows that this rank hands to each rank of its own node; ``arriving`` is [local rank][node].
+    # ``away`` counts the rows that this rank hands to each rank of its own node; ``from_nodes`` is [local rank][node].
     away = [sum(column) for column in zip(*counts, strict=True)]
-    arriving = [list(out_rows[local::size]) for local in range(size)]
-    turned = _transposed(middle.received, counts)
+    from_nodes = [list(out_rows[local::size]) for local in range(size)]
+    turned = _transposed(middle.recv_wire, counts)
     del middle
-    in_node = nodes.inside([sum(rows) for rows in arriving])
-    received = exchange.all_to_all(turned, nodes.inside(away), in_node, group, name).received
-    _transposed(received, arriving, backend.carrier(out))
-    sent = sum(ahead) - ahead[nodes.node] + sum(away) - away[nodes.local]
-    copied += 2 * (turned.nbytes + received.nbytes)
-    span.end("torch", copied, sent * math.prod(row) * x.itemsize)
+    in_node = nodes.inside([sum(rows) for rows in from_nodes])
+    in_node_wire = exchange.all_to_all(turned, nodes.inside(away), in_node, group, name).recv_wire
+    _transposed(in_node_wire, from_nodes, backend.carrier(out))
+    rows_sent = sum(ahead) - ahead[nodes.node] + sum(away) - away[nodes.local]
+    copied += 2 * (turned.nbytes + in_node_wire.nbytes)
+    span.end("torch", copied, rows_sent * math.prod(row) * x.itemsize)
     return out
 
 

@@ -131,19 +131,19 @@ def start_to_ranks(
     """
     path, passes = row_passes(tensors[0])
     starts, width = wire_row([x.shape[1] * x.itemsize for x in tensors])
-    sent, received = sum(routes.send_counts), sum(routes.recv_counts)
-    wire = _buffer(tensors[0], sent, width)
-    buffer = _buffer(tensors[0], received + routes.local, width)
-    arriving, kept = buffer.split_with_sizes((received, routes.local))
-    leaving, staying = routes.tokens.split_with_sizes((sent, routes.local))
-    copied, own_rows = 0, (kept, staying)
+    num_send, num_recv = sum(routes.send_counts), sum(routes.recv_counts)
+    wire = _buffer(tensors[0], num_send, width)
+    buffer = _buffer(tensors[0], num_recv + routes.local, width)
+    remote_rows, own_rows_place = buffer.split_with_sizes((num_recv, routes.local))
+    remote_index, own_index = routes.tokens.split_with_sizes((num_send, routes.local))
+    copied, own_rows = 0, (own_rows_place, own_index)
     # Rows of this rank are copied beside the all-to-all. A wait on another stream is ordered behind the all-to-all
     # alone, so that the copy comes first if the wait is apart.
-    for target, index in [own_rows, (wire, leaving)] if is_apart else [(wire, leaving)]:
+    for target, index in [own_rows, (wire, remote_index)] if is_apart else [(wire, remote_index)]:
         copied += _gather(passes, tensors, index, _views(target, tensors, starts))
-    work = all_to_all(wire, routes.send_counts, routes.recv_counts, group, name, arriving, True).work
+    work = all_to_all(wire, routes.send_counts, routes.recv_counts, group, name, remote_rows, True).work
     if not is_apart:
-        copied += _gather(passes, tensors, staying, _views(kept, tensors, starts))
+        copied += _gather(passes, tensors, own_index, _views(own_rows_place, tensors, starts))
     return RowsInFlight(_views(buffer, tensors, starts), work, wire, is_apart, path, copied)
 
 
@@ -162,8 +162,8 @@ def start_to_tokens(
     """
     path, _ = row_passes(tensors[0])
     starts, width = wire_row([x.shape[1] * x.itemsize for x in tensors])
-    sent, received = sum(routes.recv_counts), sum(routes.send_counts)
-    parts, copied = [x.split_with_sizes((sent, routes.local)) for x in tensors], 0
+    num_send, num_recv = sum(routes.recv_counts), sum(routes.send_counts)
+    parts, copied = [x.split_with_sizes((num_send, routes.local)) for x in tensors], 0
     source = None
     if len(tensors) == 1 and tensors[0].is_contiguous() and tensors[0].shape[1] * tensors[0].itemsize == width:
         # Rows inside of a storage have the version of the whole, so that their changes are not seen before the wait.
@@ -171,18 +171,18 @@ def start_to_tokens(
     if source is not None:
         wire = parts[0][0].view(torch.uint8)
     else:
-        wire = _buffer(tensors[0], sent, width)
-        copied += _copy([leaving for leaving, _ in parts], _views(wire, tensors, starts))
-    own_rows = [staying for _, staying in parts]
+        wire = _buffer(tensors[0], num_send, width)
+        copied += _copy([remote_part for remote_part, _ in parts], _views(wire, tensors, starts))
+    own_rows = [own_part for _, own_part in parts]
     # Kernels add own rows up where they are. On torch's path that would be a copy of all rows, and a tensor of a caller
     # may change before a wait that is apart.
     is_copied = path == "torch" or is_apart
-    buffer = _buffer(wire, received + routes.local * is_copied, width)
-    arriving, kept = buffer.split_with_sizes((received, len(buffer) - received))
-    targets = _views(kept, tensors, starts) if is_copied else []
+    buffer = _buffer(wire, num_recv + routes.local * is_copied, width)
+    remote_rows, own_place = buffer.split_with_sizes((num_recv, len(buffer) - num_recv))
+    targets = _views(own_place, tensors, starts) if is_copied else []
     if is_apart:
         copied += _copy(own_rows, targets)
-    work = all_to_all(wire, routes.recv_counts, routes.send_counts, group, name, arriving, True).work
+    work = all_to_all(wire, routes.recv_counts, routes.send_counts, group, name, remote_rows, True).work
     if is_copied and not is_apart:
         copied += _copy(own_rows, targets)
     rows = RowsInFlight(_views(buffer, tensors, starts), work, wire, is_apart, path, copied)

@@ -59,12 +59,12 @@ def plan_chunks(
     layouts: tuple[Layout, ...],
     world: int,
     rank: int,
-    most: int,
+    limit: int,
     dtype: torch.dtype,
     between: torch.dtype,
     nodes: Nodes | None,
 ) -> list[Chunk]:
-    """Cut the shards of all tensors into chunks of about ``most`` elements of all ranks, the same on every rank.
+    """Cut the shards of all tensors into chunks of about ``limit`` elements of all ranks, the same on every rank.
 
     Args:
         dtype, between: of the wire, and of the sums of nodes between nodes.
@@ -75,18 +75,18 @@ def plan_chunks(
     if nodes is not None:  # the wire has, for each local rank, what goes to that rank of every node
         order = [node * nodes.size + local for local in range(nodes.size) for node in range(nodes.count)]
     result: list[Chunk] = []
-    start, held, boxes = 0, 0, []
-    for box, elements in (*_boxes(splits, most, _ALIGNMENT // dtype.itemsize), (None, 0)):
-        if boxes and (box is None or held + elements > most):
-            counts = [sum(math.prod(each.size) * each.columns[r][1] for each in boxes) for r in range(world)]
+    start, elements_of_boxes, boxes = 0, 0, []
+    for box, elements in (*_boxes(splits, limit, _ALIGNMENT // dtype.itemsize), (None, 0)):
+        if boxes and (box is None or elements_of_boxes + elements > limit):
+            counts = [sum(math.prod(part.size) * part.columns[r][1] for part in boxes) for r in range(world)]
             blocks = _blocks(splits, boxes, order, dtype.itemsize)
             pack = Pass(blocks, [dtype] * len(splits), sum(counts))
             levels = (_flat(pack, counts, rank),) if nodes is None else _by_nodes(pack, counts, rank, between, nodes)
             result.append(Chunk(start, counts[rank], levels))
-            start, held, boxes = start + counts[rank], 0, []
+            start, elements_of_boxes, boxes = start + counts[rank], 0, []
         if box is not None:
             boxes.append(box)
-            held += elements
+            elements_of_boxes += elements
     return result
 
 
@@ -124,8 +124,8 @@ def sum_pass(count: int, elements: int, dtype: torch.dtype) -> Pass:
     return Pass([Block(0, (count, elements), (0, 1), 0, 0, (elements, 1))], [dtype], count * elements, sums=True)
 
 
-def _boxes(splits: Sequence[Split], most: int, unit: int) -> Iterator[tuple[_Box, int]]:
-    """Yield boxes of about ``most`` elements of all ranks, in the order of the shards, and their elements.
+def _boxes(splits: Sequence[Split], limit: int, unit: int) -> Iterator[tuple[_Box, int]]:
+    """Yield boxes of about ``limit`` elements of all ranks, in the order of the shards, and their elements.
 
     They follow from the shapes alone: ranks may have other strides. A row has the columns of all ranks, which are cut
     at multiples of ``unit``.
@@ -139,8 +139,8 @@ def _boxes(splits: Sequence[Split], most: int, unit: int) -> Iterator[tuple[_Box
         if not split.row or 0 in outer:
             continue
         assert split.lengths is not None  # layouts have the sizes of all ranks
-        cuts = -(-split.row // most)  # 1, except where one row is too much: then its columns are cut
-        for start, size in _outer_boxes(outer, max(most // split.row, 1)):
+        cuts = -(-split.row // limit)  # 1, except where one row is too much: then its columns are cut
+        for start, size in _outer_boxes(outer, max(limit // split.row, 1)):
             for cut in range(cuts):
                 edges = [(edge(n, cut, cuts), edge(n, cut + 1, cuts)) for n in split.lengths]
                 columns = tuple([(low, high - low) for low, high in edges])

@@ -312,36 +312,38 @@ def sum_shards(
     for x in tensors:
         elements += x.numel()
     size = wire.dtype.itemsize
-    most = elements if result is not None else chunk_elements(elements, size, chunk_bytes)
-    plan = plan_chunks(layouts, group.size(), group.rank(), max(most, 1), wire.dtype, wire.between, wire.nodes)
+    limit = elements if result is not None else chunk_elements(elements, size, chunk_bytes)
+    plan = plan_chunks(layouts, group.size(), group.rank(), max(limit, 1), wire.dtype, wire.between, wire.nodes)
     path: CopyPath = "view"
-    copied = sent = 0
+    copied = bytes_sent = 0
     chunk, flight = None, None
     overlaps = len(plan) > 1 or result is not None
     for following in plan:
         starting = following.levels[0].start(tensors, group, name, scratch, overlaps)
         path, copied = starting.path, copied + starting.copied
         for level in following.levels if group.size() > 1 else ():
-            sent += level.bytes_sent
+            bytes_sent += level.bytes_sent
         if chunk is not None and flight is not None:
             copied += _finish(chunk, flight, out, group, name, scale, accumulate)
         chunk, flight = following, starting
     if chunk is None or flight is None:
-        return Summed(path, copied, sent, None if result is None else backend.Handle(None, result, None))
+        return Summed(path, copied, bytes_sent, None if result is None else backend.Handle(None, result, None))
     if path == "view":  # nothing was packed
-        path = ops.path_for(flight.received, "reduce")
+        path = ops.path_for(flight.recv_wire, "reduce")
     if result is None:
         copied += _finish(chunk, flight, out, group, name, scale, accumulate)
-        return Summed(path, copied, sent, None)
+        return Summed(path, copied, bytes_sent, None)
     if wire.nodes is not None:
         # Now, too: ranks may wait for handles in any order, and messages are matched by the order of their issue.
-        with _beside(flight.received, flight.sent):
+        with _beside(flight.recv_wire, flight.send_wire):
             flight = _cross(chunk, flight, group, name, asynchronous=True)
             copied += flight.copied
-    own, last = out.narrow(0, chunk.start, chunk.size), chunk.levels[-1].unpack
-    copied += last.unpacked_bytes([own], accumulate)  # the span ends before the sum is made
-    finish = partial(last.unpack, flight.received, [own], scale, accumulate)
-    return Summed(path, copied, sent, backend.Handle(flight.work, result, finish, flight.sent, flight.received))
+    shard, last = out.narrow(0, chunk.start, chunk.size), chunk.levels[-1].unpack
+    copied += last.unpacked_bytes([shard], accumulate)  # the span ends before the sum is made
+    finish = partial(last.unpack, flight.recv_wire, [shard], scale, accumulate)
+    return Summed(
+        path, copied, bytes_sent, backend.Handle(flight.work, result, finish, flight.send_wire, flight.recv_wire)
+    )
 
 
 def _finish(
@@ -361,7 +363,7 @@ def _finish(
     elif flight.work is not None:
         flight.work.wait()
     last = chunk.levels[-1].unpack
-    summed = last.unpack(flight.received, [out.narrow(0, chunk.start, chunk.size)], scale, accumulate)
+    summed = last.unpack(flight.recv_wire, [out.narrow(0, chunk.start, chunk.size)], scale, accumulate)
     return copied + summed.copied
 
 
@@ -372,8 +374,8 @@ def _cross(
     inner, outer = chunk.levels[0], chunk.levels[-1]
     if flight.work is not None:
         flight.work.wait()
-    sums = empty(flight.received, (outer.pack.elements,), (1,), outer.pack.dtypes[0])
-    copied = inner.unpack.unpack(flight.received, [sums]).copied
+    sums = empty(flight.recv_wire, (outer.pack.elements,), (1,), outer.pack.dtypes[0])
+    copied = inner.unpack.unpack(flight.recv_wire, [sums]).copied
     crossing = outer.start([sums], group, name, asynchronous=asynchronous)
     return crossing._replace(copied=copied)
 

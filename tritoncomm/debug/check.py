@@ -25,7 +25,7 @@ from tritoncomm import variables
 from tritoncomm.core.validation import ranks_of, state_of
 from tritoncomm.debug.comparison import Comparison
 from tritoncomm.debug.descriptor import Descriptor, describe, difference
-from tritoncomm.debug.flight import Call, Entry
+from tritoncomm.debug.flight import Entry, FlightCall
 from tritoncomm.debug.sites import located
 from tritoncomm.debug.store import job_store, raise_if
 from tritoncomm.debug.texts import label_of, named_ranks, table_of
@@ -58,7 +58,7 @@ class _Member:
         self.incarnation: str | None = "" if is_unique else None
         # The first rank alone deletes keys, of groups of one name one after the other.
         self.stale = self.store.stale_of(name) if self.store is not None and not is_unique else list[str]()
-        self.window: list[tuple[Call, Descriptor]] = []
+        self.window: list[tuple[FlightCall, Descriptor]] = []
         if self.store is not None:  # perhaps no later group of this name deletes its keys
             weakref.finalize(group, self.store.orphan, self.ranks, self.stale).atexit = False
 
@@ -83,7 +83,7 @@ _lock = threading.Lock()
 _members: "weakref.WeakKeyDictionary[ProcessGroup, _Member]" = weakref.WeakKeyDictionary()
 
 
-def _member_of(group: Any, call: Call) -> _Member:
+def _member_of(group: Any, call: FlightCall) -> _Member:
     """Return this rank's ``_Member`` of a group, made at the first call and after a change of its size or ranks."""
     member = _members.get(group)
     if member is not None and member.state == state_of(group):
@@ -106,7 +106,7 @@ def check_call(entry: Entry, group: Any, x: Any) -> None:
 
     In hash mode the calls of a group are collected, and compared at every N-th one.
     """
-    call = Call._make(entry)
+    call = FlightCall._make(entry)
     # ``p2p_check`` compares p2p steps.
     if call.kind == "hop":
         return
@@ -125,7 +125,7 @@ def check_call(entry: Entry, group: Any, x: Any) -> None:
         raise_if(call.name, lambda: compare(member))
 
 
-def _with_line(call: Call, descriptor: Descriptor) -> str:
+def _with_line(call: FlightCall, descriptor: Descriptor) -> str:
     """Return ``f(float32 [4], op=SUM) at train.py:41``: the text of the descriptor, and the call's file and line."""
     file, line = located(call.site)
     return f"{descriptor.text} at {f'{file}:{line}' if file else 'an unknown line'}"
@@ -155,7 +155,7 @@ def compare(member: _Member) -> str:
     return problem
 
 
-def _compare(member: _Member, window: list[tuple[Call, Descriptor]]) -> str:
+def _compare(member: _Member, window: list[tuple[FlightCall, Descriptor]]) -> str:
     """Compare the calls of ``window``, at least one, in the member's present incarnation; empty text if all agree."""
     # Digests that fit end the comparison. If they do not, every rank sends ``content()``, and the first rank calls
     # ``judge`` with the contents of all.

@@ -29,7 +29,16 @@ from tritoncomm.debug.torch_recorder import Active
 from tritoncomm.errors import CommError
 
 __all__ = [
-    "FORMAT", "PERIODIC", "Call", "Entry", "Flight", "dump", "flight", "open_calls", "report", "write_if_changed",
+    "FORMAT",
+    "PERIODIC",
+    "Entry",
+    "Flight",
+    "FlightCall",
+    "dump",
+    "flight",
+    "open_calls",
+    "report",
+    "write_if_changed",
     "write_on",
 ]  # fmt: skip
 
@@ -41,7 +50,7 @@ _frame, _thread, _time = sys._getframe, threading.get_ident, time.time_ns
 _current_node: Any = torch._C._current_autograd_node
 
 
-class Call(NamedTuple):
+class FlightCall(NamedTuple):
     """One recorded call of a collective or a p2p step: a snapshot of its entry.
 
     Attributes:
@@ -103,11 +112,11 @@ class Call(NamedTuple):
         return data
 
 
-# An entry of the record is a list in the order of ``Call``: the cheapest object that can be completed later. It holds
-# as little as possible, because the entry that it displaces has to come back into the processor's cache.
+# An entry of the record is a list in the order of ``FlightCall``: the cheapest object that can be completed later. It
+# holds as little as possible, because the entry that it displaces has to come back into the processor's cache.
 Entry = list[Any]
 _NAME, _START, _END, _PATH, _COPIED, _SENT, _ERROR = map(
-    Call._fields.index, ("name", "start", "end", "path", "bytes_copied", "bytes_sent", "error")
+    FlightCall._fields.index, ("name", "start", "end", "path", "bytes_copied", "bytes_sent", "error")
 )
 _REFUSED = "raised before anything was sent"
 
@@ -144,9 +153,9 @@ class Flight:
         self.place = (0, 1)
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[FlightCall]:
         """Snapshots of the last calls, oldest first."""
-        return list(map(Call._make, list(self.entries)))
+        return list(map(FlightCall._make, list(self.entries)))
 
     def keep(self, calls: int) -> None:
         """Set how many of the last calls the record keeps from now on; drop older ones. 0 keeps the last call only."""
@@ -338,12 +347,12 @@ def report(text: str) -> None:
         print(f"tritoncomm: {text}", file=sys.stderr, flush=True)
 
 
-def open_calls(before: int) -> list[Call]:
+def open_calls(before: int) -> list[FlightCall]:
     """Return snapshots of the calls that run and began before ``before`` (ns since the epoch), one per thread.
 
     ``start`` of a call that is waited for after its return is the start of the wait.
     """
-    return [Call._make(entry)._replace(start=since) for since, entry in _open_entries(before)]
+    return [FlightCall._make(entry)._replace(start=since) for since, entry in _open_entries(before)]
 
 
 def _open_entries(before: int) -> list[tuple[int, Entry]]:
@@ -387,7 +396,7 @@ def _snapshot(reason: str) -> dict[str, Any]:
         if not entry[_END] and not entry[_ERROR] and id(entry) not in under_way:
             entry[_ERROR] = _REFUSED
     # ``first`` is the number of the oldest kept call among all calls of this rank.
-    calls, first = list(map(Call._make, entries)), sum(counts.values()) - len(entries) + 1
+    calls, first = list(map(FlightCall._make, entries)), sum(counts.values()) - len(entries) + 1
     names, (rank, world) = {call.group for call in calls}, _place(flight.place)
     places: dict[tuple[int, int], tuple[str, int]] = {}
     active = [each._asdict() | {"number": _number_of(each, calls, first)} for each in flight.active]
@@ -399,7 +408,7 @@ def _snapshot(reason: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _number_of(collective: Active, calls: list[Call], first: int) -> int | None:
+def _number_of(collective: Active, calls: list[FlightCall], first: int) -> int | None:
     """Return the number on this rank of the call that issued a collective of torch's recorder; None if none did.
 
     ``calls`` are recorded calls, oldest first, and ``first`` is the number of the first of them.

@@ -34,7 +34,7 @@ _MAX_NAMED, _MAX_TEXT = 10, 200
 Parameters = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]
 
 
-class _Comparison(NamedTuple):
+class _ReplicaComparison(NamedTuple):
     """Parameters that have to be equal across a group.
 
     Attributes:
@@ -133,7 +133,7 @@ def _by_name(parameters: Any, name: str) -> dict[str, Tensor]:
 def _compare_over(group: ProcessGroup, tensors: dict[str, Tensor], name: str) -> None:
     """Compare tensors, bit for bit, between the ranks of one group, all of which call."""
     if world_of(group, name) > 1:
-        _compare([_Comparison("", dist.get_process_group_ranks(group), group, list(tensors))], tensors, name)
+        _compare([_ReplicaComparison("", dist.get_process_group_ranks(group), group, list(tensors))], tensors, name)
 
 
 def compare_by_layout(parameters: Mapping[str, Any], pg: Any, data_parallel: bool, name: str) -> None:
@@ -148,11 +148,11 @@ def compare_by_layout(parameters: Mapping[str, Any], pg: Any, data_parallel: boo
     pg = next((p.process_group for p in parameters.values() if _has_layout(p)), None) if pg is None else pg
     if pg is None:
         raise ArgumentError(f"{name}: no parameter is a ColoTensor; pass the process group as pg")
-    by_group: dict[tuple[str, tuple[int, ...]], _Comparison] = {}
+    by_group: dict[tuple[str, tuple[int, ...]], _ReplicaComparison] = {}
     for key, p in parameters.items():
         owner, is_sharded = (p.process_group, bool(p.partitions)) if _has_layout(p) else (pg, False)
         for label, ranks, group in owner.replica_groups(is_sharded, data_parallel):
-            by_group.setdefault((label, tuple(ranks)), _Comparison(label, ranks, group, [])).names.append(key)
+            by_group.setdefault((label, tuple(ranks)), _ReplicaComparison(label, ranks, group, [])).names.append(key)
     _compare(list(by_group.values()), parameters, name)
 
 
@@ -161,7 +161,7 @@ def _has_layout(x: Any) -> bool:
     return hasattr(type(x), "reshard_local")
 
 
-def _compare(comparisons: Sequence[_Comparison], parameters: Mapping[str, Any], name: str) -> None:
+def _compare(comparisons: Sequence[_ReplicaComparison], parameters: Mapping[str, Any], name: str) -> None:
     """Compare parameters over several groups, one after the other; all ranks have the groups in the same order."""
     compared = {key: parameters[key] for each in comparisons for key in each.names}
     tensors = {key: (x.reshard_local() if _has_layout(x) else x).detach() for key, x in compared.items()}
@@ -211,7 +211,7 @@ variables.CHECK.listeners.append(_follow_check_mode)
 _follow_check_mode()
 
 
-def _difference(each: _Comparison, parameters: Mapping[str, Any], fingerprints: dict[str, Tensor]) -> str:
+def _difference(each: _ReplicaComparison, parameters: Mapping[str, Any], fingerprints: dict[str, Tensor]) -> str:
     """Compare parameters over one group, by two all-gathers; return their differences as text, empty without any."""
     over = f"over {each.label}ranks {each.ranks}"
     signature = [f"{name} {list(parameters[name].shape)} {as_json(parameters[name].dtype)}" for name in each.names]
@@ -246,7 +246,7 @@ def _difference(each: _Comparison, parameters: Mapping[str, Any], fingerprints: 
     return f"{len(differ)} of {len(each.names)} parameters differ {over}: {', '.join(shown)}{more}"
 
 
-def _texts_of(text: str, like: Tensor, each: _Comparison) -> str:
+def _texts_of(text: str, like: Tensor, each: _ReplicaComparison) -> str:
     """All-gather a text of every rank, cut after 200 bytes, and return ``TEXT on ranks 0-2, TEXT on rank 3``.
 
     ``like`` is a tensor on the device of the comparison.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tritoncomm import mappings
 from tritoncomm.demo.settings import Settings
 
-__all__ = ["VOCABULARY", "Block", "Transformer", "causal_attention"]
+__all__ = ["VOCABULARY", "Transformer", "TransformerBlock", "causal_attention"]
 
 VOCABULARY = 256
 
@@ -59,7 +59,7 @@ class ParallelMLP(nn.Module):
         return mappings.reduce_scatter_to_sequence_parallel_region(F.linear(inner, self.row_weight)) + self.bias
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Pre-norm attention and MLP."""
 
     def __init__(self, hidden: int, attention: nn.Module, mlp: nn.Module) -> None:
@@ -87,7 +87,7 @@ class Transformer(nn.Module):
         # Every rank makes all layers in one order, so that the seed gives equal weights, and keeps its stage's layers.
         tokens, positions = nn.Embedding(VOCABULARY, hidden), nn.Embedding(settings.sequence, hidden)
         blocks = [
-            Block(hidden, Attention(hidden, settings.heads), ParallelMLP(hidden, rank, settings.tensor))
+            TransformerBlock(hidden, Attention(hidden, settings.heads), ParallelMLP(hidden, rank, settings.tensor))
             for _ in range(settings.layers)
         ]
         norm, head = nn.LayerNorm(hidden), nn.Linear(hidden, VOCABULARY)

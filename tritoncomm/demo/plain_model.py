@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tritoncomm.demo.model import VOCABULARY, Block, causal_attention
+from tritoncomm.demo.model import VOCABULARY, TransformerBlock, causal_attention
 from tritoncomm.demo.settings import Settings
 from tritoncomm.tensor import ProcessGroup, ShardSpec, shard_parameters
 
@@ -47,7 +47,8 @@ class PlainTransformer(nn.Module):
         self.loss_dtype, hidden = settings.loss_dtype, settings.hidden
         self.tokens, self.positions = nn.Embedding(VOCABULARY, hidden), nn.Embedding(settings.sequence, hidden)
         blocks = (
-            Block(hidden, PlainAttention(hidden, settings.heads), PlainMLP(hidden)) for _ in range(settings.layers)
+            TransformerBlock(hidden, PlainAttention(hidden, settings.heads), PlainMLP(hidden))
+            for _ in range(settings.layers)
         )
         self.blocks = nn.Sequential(*blocks)
         self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, VOCABULARY)

@@ -15,7 +15,7 @@ from tritoncomm.demo.settings import Settings
 from tritoncomm.demo.train import Trained, rank_main
 from tritoncomm.record import Count
 
-__all__ = ["DemoError", "Outcome", "run"]
+__all__ = ["DemoError", "DemoOutcome", "run"]
 
 Follow = Callable[[str, int, float], None]
 _POLL_S = 0.1
@@ -29,7 +29,7 @@ class DemoError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DemoOutcome:
     """Losses and counters of a run.
 
     Attributes:
@@ -54,7 +54,7 @@ class Outcome:
         return largest, differences.index(largest)
 
 
-def run(settings: Settings, follow: Follow | None = None, prepare: Callable[[], None] | None = None) -> Outcome:
+def run(settings: Settings, follow: Follow | None = None, prepare: Callable[[], None] | None = None) -> DemoOutcome:
     """Train on ``settings.ranks`` processes and on one, at the same time.
 
     Args:
@@ -94,7 +94,7 @@ def run(settings: Settings, follow: Follow | None = None, prepare: Callable[[], 
         for process in started.processes:
             process.kill()
     ours = results["ranks"]
-    return Outcome(settings, ours.losses, results["single process"].losses, ours.seconds, ours.counters)
+    return DemoOutcome(settings, ours.losses, results["single process"].losses, ours.seconds, ours.counters)
 
 
 def _reason(error: ProcessRaisedException | ProcessExitedException, processes: Sequence[Any]) -> str:

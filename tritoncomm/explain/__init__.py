@@ -19,7 +19,7 @@ from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.explain import collectives as do
 from tritoncomm.explain.collectives import Move
 from tritoncomm.explain.layers import LAYERS, sum_over_wire
-from tritoncomm.explain.steps import Call, LayerArguments, Movement
+from tritoncomm.explain.steps import LayerArguments, Movement, PlannedCall
 from tritoncomm.parsing import dtype_name
 
 __all__ = ["LAYERS", "OPS", "Explanation", "LayerArguments", "Share", "cost", "explain"]
@@ -141,14 +141,14 @@ def explain(
     _check_device(device, sm_count)
     kind = "cpu" if device == "cpu" else "cuda"
     name = None if device in ("cpu", "cuda") else device
-    call = Call(
+    call = PlannedCall(
         dims, world, dtype, kind, name, rates or DEFAULTS[kind], overwrite, sm_count, rank, sizes, out_sizes, stride,
         layer,
     )  # fmt: skip
     _check(short, shape, call)
     forward, backward, why = _both(short, shape, call)
-    others = PROJECTED if call.sizes is None and call.out_sizes is None else ()  # sizes are those of one world
-    shares = tuple(_share(short, shape, replace(call, world=other, rank=0)) for other in others)
+    worlds = PROJECTED if call.sizes is None and call.out_sizes is None else ()  # sizes are those of one world
+    shares = tuple(_share(short, shape, replace(call, world=world_size, rank=0)) for world_size in worlds)
     return Explanation(_name_of(short), world, dtype, device, call.rates, forward, backward, why, shares)
 
 
@@ -210,7 +210,7 @@ def _check_device(device: str, sm_count: int) -> None:
         )
 
 
-def _check(short: str, shape: Ints, call: Call) -> None:
+def _check(short: str, shape: Ints, call: PlannedCall) -> None:
     """Reject arguments that the mapping does not take."""
     name = _name_of(short)
     if call.overwrite and short not in ("copy", "reduce"):
@@ -228,7 +228,7 @@ def _check(short: str, shape: Ints, call: Call) -> None:
         raise ShapeError(f"plan: strides {list(call.stride)} for shape {list(shape)}: one of 0 or more for every dim")
 
 
-def _check_layer(short: str, call: Call) -> None:
+def _check_layer(short: str, call: PlannedCall) -> None:
     """Reject arguments of layers that this mapping or layer does not take."""
     takers = {
         "heads": ("ulysses", "by_heads"), "taps": ("conv_halo",), "topk": ("dispatch", "combine"),
@@ -245,7 +245,7 @@ def _check_layer(short: str, call: Call) -> None:
         raise ArgumentError(f"plan: heads {list(call.layer.heads)} are 1 or more")
 
 
-def _both(short: str, shape: Ints, call: Call) -> tuple[Movement, Movement | None, str]:
+def _both(short: str, shape: Ints, call: PlannedCall) -> tuple[Movement, Movement | None, str]:
     """Return forward, backward, and why there is no backward."""
     if short in LAYERS:
         forward, backward = LAYERS[short].explained(shape, call)
@@ -267,13 +267,13 @@ def _both(short: str, shape: Ints, call: Call) -> tuple[Movement, Movement | Non
     return forward, replace(backward, result=shape), ""
 
 
-def _movement(name: str, move: Move, shape: Ints, call: Call) -> Movement:
+def _movement(name: str, move: Move, shape: Ints, call: PlannedCall) -> Movement:
     """Return one direction of a mapping; over one rank it has no step."""
     steps, result = ([], shape) if call.world == 1 else move(shape, call.dims, call)
     return Movement(name, shape, result, tuple(steps))
 
 
-def _share(short: str, shape: Ints, call: Call) -> Share:
+def _share(short: str, shape: Ints, call: PlannedCall) -> Share:
     """Return the predicted seconds of forward and backward over the ranks of ``call``."""
     try:
         forward, backward, _ = _both(short, shape, call)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tritoncomm.core import eager, plan
 from tritoncomm.core.plan import Ints
 from tritoncomm.errors import CommError
-from tritoncomm.explain.steps import Call, Step
+from tritoncomm.explain.steps import PlannedCall, Step
 
 __all__ = [
     "Move",
@@ -27,16 +27,16 @@ __all__ = [
 
 Steps = tuple[list[Step], Ints]
 """(steps, shape of the result)."""
-Move = Callable[[Ints, Ints, Call], Steps]
+Move = Callable[[Ints, Ints, PlannedCall], Steps]
 """From the shape of the input, the mapping's dims and the call to the steps."""
 
 
-def identity(shape: Ints, dims: Ints, call: Call) -> Steps:
+def identity(shape: Ints, dims: Ints, call: PlannedCall) -> Steps:
     """Return no step."""
     return [], shape
 
 
-def all_reduce(shape: Ints, dims: Ints, call: Call) -> Steps:
+def all_reduce(shape: Ints, dims: Ints, call: PlannedCall) -> Steps:
     """Return the steps of a sum over the ranks; in place if the call overwrites and the tensor is contiguous."""
     call.check_sum()
     size, copies = call.nbytes(shape), call.flat(shape)
@@ -47,7 +47,7 @@ def all_reduce(shape: Ints, dims: Ints, call: Call) -> Steps:
     return [*copies, sent], shape
 
 
-def all_gather(shape: Ints, dims: Ints, call: Call) -> Steps:
+def all_gather(shape: Ints, dims: Ints, call: PlannedCall) -> Steps:
     """Return the steps that concatenate a dim from the ranks."""
     dim = plan.normalize_dim(shape, dims[0])
     sizes = _unless_equal(call, shape[dim])
@@ -59,14 +59,14 @@ def all_gather(shape: Ints, dims: Ints, call: Call) -> Steps:
         text = f"{list(shape)} from this rank, {list(sizes)} of dim {dim} from all, {how}"
     if planned.padded and shape[dim] < planned.padded:
         copies.append(call.local("copy", f"{list(shape)} into the wire", 2 * call.nbytes(shape)))
-    sent = call.collective("all-gather", text, planned.bytes_sent, planned.bytes_received)
-    arrived = call.local("unpack", f"{list(planned.shape)} is already in rank order (no copy)", 0)
+    collective = call.collective("all-gather", text, planned.bytes_sent, planned.bytes_received)
+    unpacked = call.local("unpack", f"{list(planned.shape)} is already in rank order (no copy)", 0)
     if unpack is not None:
-        arrived = call.local_pass("unpack", unpack, [planned.shape])
-    return [*copies, sent, arrived], planned.shape
+        unpacked = call.local_pass("unpack", unpack, [planned.shape])
+    return [*copies, collective, unpacked], planned.shape
 
 
-def reduce_scatter(shape: Ints, dims: Ints, call: Call) -> Steps:
+def reduce_scatter(shape: Ints, dims: Ints, call: PlannedCall) -> Steps:
     """Return the steps of a sum over the ranks of which this rank keeps its shard of a dim."""
     call.check_sum()
     dim = plan.normalize_dim(shape, dims[0])
@@ -81,7 +81,7 @@ def reduce_scatter(shape: Ints, dims: Ints, call: Call) -> Steps:
     return [*packed, call.collective("reduce-scatter", text, planned.bytes_sent)], planned.shape
 
 
-def split(shape: Ints, dims: Ints, call: Call) -> Steps:
+def split(shape: Ints, dims: Ints, call: PlannedCall) -> Steps:
     """Return the step to this rank's shard of a dim."""
     start, size = plan.split(shape, dims[0], call.world, call.rank, call.sizes)
     shard = call.input(shape).narrow(dims[0], start, size)
@@ -89,7 +89,7 @@ def split(shape: Ints, dims: Ints, call: Call) -> Steps:
     return [call.local("split", f"{list(shape)} -> this rank's {list(shard.shape)}", copied)], tuple(shard.shape)
 
 
-def rows(shape: Ints, dims: Ints, call: Call) -> Steps:
+def rows(shape: Ints, dims: Ints, call: PlannedCall) -> Steps:
     """Return the steps of an all-to-all along dim 0, by split sizes or evenly."""
     itemsize = call.dtype.itemsize
     with located(shape, call):
@@ -101,11 +101,11 @@ def rows(shape: Ints, dims: Ints, call: Call) -> Steps:
     row = math.prod(shape[1:])
     counts = [[size * row for size in sizes or (shape[0] // call.world,) * call.world] for sizes in (send, recv)]
     misaligned = call.misaligned(*map(tuple, counts))
-    sent = call.collective("all-to-all", text, planned.bytes_sent, planned.bytes_received, misaligned)
-    return [*call.flat(shape), sent], planned.shape
+    collective = call.collective("all-to-all", text, planned.bytes_sent, planned.bytes_received, misaligned)
+    return [*call.flat(shape), collective], planned.shape
 
 
-def all_to_all(shape: Ints, dims: Ints, call: Call) -> Steps:
+def all_to_all(shape: Ints, dims: Ints, call: PlannedCall) -> Steps:
     """Return the steps that split the first of two dims and concatenate the second."""
     (scatter_dim, gather_dim), (send, recv) = dims, (call.sizes, call.out_sizes)
     stride, itemsize = call.input(shape).stride(), call.dtype.itemsize
@@ -123,7 +123,7 @@ def all_to_all(shape: Ints, dims: Ints, call: Call) -> Steps:
 
 
 @contextmanager
-def located(shape: Ints, call: Call) -> Iterator[None]:
+def located(shape: Ints, call: PlannedCall) -> Iterator[None]:
     """Add the rank and the shape of a call to the errors of its planner."""
     try:
         yield
@@ -131,12 +131,12 @@ def located(shape: Ints, call: Call) -> Iterator[None]:
         raise type(error)(f"plan: {error} (rank {call.rank} of {call.world}, shape {list(shape)})") from None
 
 
-def _unless_equal(call: Call, size: int) -> Ints | None:
+def _unless_equal(call: PlannedCall, size: int) -> Ints | None:
     """Return split sizes, or None where the collective of equal shards serves."""
     return None if call.sizes is not None and plan.all_equal(call.sizes, call.world, size) else call.sizes
 
 
-def to_hidden(shape: Ints, dims: Ints, call: Call) -> Steps:
+def to_hidden(shape: Ints, dims: Ints, call: PlannedCall) -> Steps:
     """Return the steps from sequence-parallel to hidden-parallel; any leading dims are read in place."""
     flat = (math.prod(shape[:-1]), shape[-1])
     if call.stride is None:
@@ -145,7 +145,7 @@ def to_hidden(shape: Ints, dims: Ints, call: Call) -> Steps:
     return steps, (flat[0] * call.world, flat[1] // call.world)
 
 
-def to_sequence(shape: Ints, dims: Ints, call: Call) -> Steps:
+def to_sequence(shape: Ints, dims: Ints, call: PlannedCall) -> Steps:
     """Return the steps from hidden-parallel to sequence-parallel."""
     flat = (math.prod(shape[:-1]), shape[-1])
     if call.stride is None:

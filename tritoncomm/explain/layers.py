@@ -17,7 +17,7 @@ from tritoncomm.core.wire_sum import Wire, chunk_elements
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.experts.listed_rows import wide_of
 from tritoncomm.explain.collectives import Steps, located, rows
-from tritoncomm.explain.steps import Call, Movement, Step
+from tritoncomm.explain.steps import Movement, PlannedCall, Step
 from tritoncomm.parsing import dtype_name
 from tritoncomm.record import CopyPath
 from tritoncomm.recurrent import plan_halo, plan_heads
@@ -48,9 +48,9 @@ class ExplainedLayer(NamedTuple):
     name: str
     dims: int
     positions: int | None
-    steps: Callable[[Ints, Call], Directions]
+    steps: Callable[[Ints, PlannedCall], Directions]
 
-    def explained(self, shape: Ints, call: Call) -> Directions:
+    def explained(self, shape: Ints, call: PlannedCall) -> Directions:
         """Return forward and backward; over one rank nothing is sent, and neither has a step."""
         if len(shape) != self.dims:
             raise ShapeError(f"plan: {self.name} takes {_SHAPES[self.dims]}, not {list(shape)}")
@@ -63,7 +63,7 @@ class ExplainedLayer(NamedTuple):
             return self.steps(shape, call)
 
 
-def _ulysses(shape: Ints, call: Call) -> Directions:
+def _ulysses(shape: Ints, call: PlannedCall) -> Directions:
     """Explain the exchanges around an attention; ``heads`` are those of queries, and of keys and values."""
     q_heads, *kv_heads = call.layer.heads or (shape[2],)
     positions = normalize_dim(shape, call.dims[0])
@@ -77,7 +77,7 @@ def _ulysses(shape: Ints, call: Call) -> Directions:
     return _around("UlyssesAttention", [shape, kv, kv], planned.qkv, planned.out, call)
 
 
-def _by_heads(shape: Ints, call: Call) -> Directions:
+def _by_heads(shape: Ints, call: PlannedCall) -> Directions:
     """Explain the exchanges around a recurrence; ``heads`` are those of every tensor, the result has the most."""
     heads = call.layer.heads or (shape[2],)
     if max(heads) != shape[2]:
@@ -90,7 +90,9 @@ def _by_heads(shape: Ints, call: Call) -> Directions:
     return _around("by_heads", shapes, planned.tensors, planned.out, call)
 
 
-def _around(name: str, shapes: Sequence[Ints], layout: HeadLayout, out_layout: HeadLayout, call: Call) -> Directions:
+def _around(
+    name: str, shapes: Sequence[Ints], layout: HeadLayout, out_layout: HeadLayout, call: PlannedCall
+) -> Directions:
     """Explain the exchanges of tensors of these shapes to heads, and of a result of the first shape back."""
 
     def to_heads(shapes: Sequence[Ints], layout: HeadLayout, text: str) -> list[Step]:
@@ -123,7 +125,7 @@ def _directions(name: str, shape: Ints, result: Ints, forward: Sequence[Step], b
     return Directions(Movement(name, shape, result, tuple(forward)), gradient)
 
 
-def _conv_halo(shape: Ints, call: Call) -> Directions:
+def _conv_halo(shape: Ints, call: PlannedCall) -> Directions:
     """Explain the halo of a convolution of ``taps`` taps; torch concatenates it with the shard, and counts nothing."""
     dim, width = normalize_dim(shape, call.dims[0]), call.layer.taps - 1
     if dim == 0 or width < 0:
@@ -140,7 +142,7 @@ def _conv_halo(shape: Ints, call: Call) -> Directions:
     return _directions("conv_halo", shape, shape, there, back)
 
 
-def sum_over_wire(shape: Ints, dims: Ints, call: Call) -> Steps:
+def sum_over_wire(shape: Ints, dims: Ints, call: PlannedCall) -> Steps:
     """Return the steps of a reduce-scatter whose values travel in 16 bits, summed in fp32 in chunks."""
     dim, x = normalize_dim(shape, dims[0]), call.input(shape).to(call.dtype)
     wire, steps = _wire_of(call), []
@@ -169,7 +171,7 @@ def sum_over_wire(shape: Ints, dims: Ints, call: Call) -> Steps:
     return [*steps, *(_added(parts) for parts in zip(*in_chunks, strict=True))], result
 
 
-def _sum_level(planned: WireExchange, source: Tensor, target: Tensor, call: Call) -> list[Step]:
+def _sum_level(planned: WireExchange, source: Tensor, target: Tensor, call: PlannedCall) -> list[Step]:
     """Return the steps of one level of a chunk: a pack, an all-to-all and a sum."""
     pack, dtype = planned.pack, planned.pack.dtypes[0]
     # A whole tensor in order is the wire; the sums of nodes are one by themselves.
@@ -183,7 +185,7 @@ def _sum_level(planned: WireExchange, source: Tensor, target: Tensor, call: Call
     ]
 
 
-def _of_level(call: Call, wire: Wire, is_first: bool) -> Call:
+def _of_level(call: PlannedCall, wire: Wire, is_first: bool) -> PlannedCall:
     """Return the call with the rates of a level: in the node, or between nodes; the machine's for one level."""
     if wire.nodes is None:
         return call
@@ -203,7 +205,7 @@ def _added(steps: Sequence[Step]) -> Step:
     )
 
 
-def _wire_of(call: Call) -> Wire:
+def _wire_of(call: PlannedCall) -> Wire:
     """Return the wire of a sum; two levels have as many ranks on a node as the rates say."""
     dtype, size = call.layer.wire, call.rates.node
     assert dtype is not None
@@ -237,7 +239,7 @@ class _ExpertRows(NamedTuple):
     index_bytes: int
 
 
-def _expert_rows(shape: Ints, call: Call) -> _ExpertRows:
+def _expert_rows(shape: Ints, call: PlannedCall) -> _ExpertRows:
     """Return the rows of a dispatch: of random experts as many as expected, unless there are sizes."""
     topk, world, tokens = call.layer.topk, call.world, shape[0]
     if topk < 1:
@@ -256,19 +258,19 @@ def _expert_rows(shape: Ints, call: Call) -> _ExpertRows:
     return _ExpertRows(local, sum(send) - local, sum(recv) - local, min(topk, world), path, index_bytes)
 
 
-def _to_ranks(widths: Sequence[int], rows: _ExpertRows, call: Call) -> list[Step]:
+def _to_ranks(widths: Sequence[int], rows: _ExpertRows, call: PlannedCall) -> list[Step]:
     """Return the steps that bring rows of tensors, of so many bytes each, to the ranks of their experts."""
     row_bytes = wire_row(widths).width
-    gathered = sum(2 * width + rows.index_bytes for width in widths)  # bytes of a row that is gathered
+    gather_bytes = sum(2 * width + rows.index_bytes for width in widths)  # bytes of a row that is gathered
     text = f"{rows.outgoing} rows of {row_bytes} B, {rows.incoming} arrive"
     return [
-        call.local("gather", f"{rows.outgoing} rows for other ranks", rows.outgoing * gathered, rows.path),
+        call.local("gather", f"{rows.outgoing} rows for other ranks", rows.outgoing * gather_bytes, rows.path),
         call.collective("all-to-all", text, rows.outgoing * row_bytes, rows.incoming * row_bytes),
-        call.local("gather", f"{rows.local} rows of this rank", rows.local * gathered, rows.path),
+        call.local("gather", f"{rows.local} rows of this rank", rows.local * gather_bytes, rows.path),
     ]
 
 
-def _to_tokens(widths: Sequence[int], tokens: int, rows: _ExpertRows, call: Call) -> list[Step]:
+def _to_tokens(widths: Sequence[int], tokens: int, rows: _ExpertRows, call: PlannedCall) -> list[Step]:
     """Return the steps that bring rows back to the ranks of their tokens, where they are added up."""
     row_bytes, total, steps = wire_row(widths).width, sum(widths), []
     if len(widths) > 1 or total != row_bytes:  # else the rows are the wire
@@ -283,7 +285,7 @@ def _to_tokens(widths: Sequence[int], tokens: int, rows: _ExpertRows, call: Call
     return [*steps, call.local("sum", text, summed, rows.path)]
 
 
-def _dispatch(shape: Ints, call: Call) -> Directions:
+def _dispatch(shape: Ints, call: PlannedCall) -> Directions:
     """Explain a dispatch: rows, routing weights and ids go; gradients of rows and weights come back."""
     rows, width = _expert_rows(shape, call), shape[1] * call.dtype.itemsize
     weights, ids = call.layer.topk * wide_of(call.dtype).itemsize, call.layer.topk * 4
@@ -292,7 +294,7 @@ def _dispatch(shape: Ints, call: Call) -> Directions:
     return _directions("dispatch", shape, (rows.local + rows.incoming, shape[1]), there, back)
 
 
-def _combine(shape: Ints, call: Call) -> Directions:
+def _combine(shape: Ints, call: PlannedCall) -> Directions:
     """Explain a combine whose result has this shape."""
     rows, width = _expert_rows(shape, call), shape[1] * call.dtype.itemsize
     there, back = _to_tokens([width], shape[0], rows, call), _to_ranks([width], rows, call)

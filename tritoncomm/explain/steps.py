@@ -21,7 +21,7 @@ from tritoncomm.core.split import Split, split_by
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.parsing import dtype_name
 
-__all__ = ["Call", "LayerArguments", "Movement", "Step"]
+__all__ = ["LayerArguments", "Movement", "PlannedCall", "Step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class LayerArguments(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PlannedCall:
     """Description of one call on one rank, which all its steps share.
 
     Attributes:
@@ -174,27 +174,27 @@ class Call:
         Args:
             counts: of a buffer, the elements of every rank's block.
         """
-        found: set[int] = set()
+        ranks: set[int] = set()
         for blocks in counts if self.kind == "cuda" else ():
             ends = accumulate((count * self.dtype.itemsize for count in blocks), initial=0)
-            found |= {
+            ranks |= {
                 rank for rank, (start, count) in enumerate(zip(ends, blocks, strict=False)) if count and start % 16
             }
-        return tuple(sorted(found))
+        return tuple(sorted(ranks))
 
     def exchange(self, planned: Exchange, shapes: Sequence[Ints], text: str) -> list[Step]:
         """Return the steps of an exchange of tensors of these shapes: a pack, the all-to-all, an unpack."""
-        arrived = self.local("unpack", f"{list(planned.shapes[0])} is already in rank order (no copy)", 0)
+        unpacked = self.local("unpack", f"{list(planned.shapes[0])} is already in rank order (no copy)", 0)
         if planned.unpack is not None:
-            arrived = self.local_pass("unpack", planned.unpack, planned.shapes)
-        return [self.local_pass("pack", planned.pack, shapes), self.all_to_all(planned, text), arrived]
+            unpacked = self.local_pass("unpack", planned.unpack, planned.shapes)
+        return [self.local_pass("pack", planned.pack, shapes), self.all_to_all(planned, text), unpacked]
 
     def all_to_all(self, planned: Exchange, text: str) -> Step:
         """Return the all-to-all of an exchange, whose wire has the dtype of the call."""
         equal = (planned.pack.elements // self.world,) * self.world
         send, recv = planned.send_counts or equal, planned.recv_counts or equal
-        received = (sum(recv) - recv[self.rank]) * self.dtype.itemsize
-        return self.collective("all-to-all", text, planned.bytes_sent, received, self.misaligned(send, recv))
+        bytes_received = (sum(recv) - recv[self.rank]) * self.dtype.itemsize
+        return self.collective("all-to-all", text, planned.bytes_sent, bytes_received, self.misaligned(send, recv))
 
     def local_pass(self, name: Literal["pack", "unpack"], planned: Pass | SplitPass, shapes: Sequence[Ints]) -> Step:
         """Return the step of a pass between tensors of these shapes and the wire."""

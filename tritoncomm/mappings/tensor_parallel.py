@@ -288,9 +288,9 @@ def _checked_hidden(input_: Tensor, group: GroupLike | None, dim: int, name: str
     world = world_of(group, name)
     size = math.prod(input_.shape[:-1]) if dim == 0 else input_.shape[-1]
     if size % world:
-        what = f"{size} rows" if dim == 0 else f"hidden size {size}"
+        extent = f"{size} rows" if dim == 0 else f"hidden size {size}"
         raise ShapeError(
-            f"{name}: {what} of shape {tuple(input_.shape)} (dim {dim}) "
+            f"{name}: {extent} of shape {tuple(input_.shape)} (dim {dim}) "
             f"does not divide over {world} ranks (rank {group.rank()})"
         )
     return group

@@ -62,7 +62,7 @@ def exchange(
         The received tensors by key of ``expected``, a tensor for a shape and a list for a list. Handles by key without
         ``wait``, None once waited for, an empty dict where nothing was posted.
     """
-    started, transfers, _range = hooks.clock(), None, None
+    start_time, transfers, _range = hooks.clock(), None, None
     if record.is_observed():
         transfers = {}
         _range = hooks.begin(name, "hop", neighbours.group(), None, (describe_hop, neighbours, transfers), depth=3)
@@ -73,10 +73,10 @@ def exchange(
     sends: dict[str, list[Tensor]] = {}
     wires: dict[str, Tensor] = {}
     receives: dict[str, Incoming] = {}
-    received: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     has_headers = variable or _check.value
     try:
-        path, copied, sent = _pack_sends(outgoing, name, dtype if casts else None, wait, sends, wires)
+        path, copied, bytes_sent = _pack_sends(outgoing, name, dtype if casts else None, wait, sends, wires)
         for key, x in expected.items():
             if x is None:
                 continue
@@ -84,34 +84,31 @@ def exchange(
                 device = _device_of(sends) or (x.device if isinstance(x, Tensor) else neighbours.default_device())
             # One tensor of one shape, the usual case, needs no Incoming.
             if not (has_headers or neighbours.is_single_rank or (tensor := allocate_one(x, dtype, device)) is None):
-                wires[key] = received[key] = tensor
+                wires[key] = results[key] = tensor
                 continue
             incoming = Incoming.of(x, dtype, variable, name)
             if incoming.count:
                 receives[key] = incoming
             else:  # its sender sends no message, not even a header
-                received[key] = []
+                results[key] = []
     except CommError as error:
-        if _check.value and not neighbours.is_single_rank:  # else the neighbours would wait for the timeout
-            sides = {**outgoing, **expected}
-            # ``give_up`` closes the channels to the neighbours, whose transfers fail with this error then.
-            contents = {key: Content("refused arguments", specs=None) for key, x in sides.items() if x is not None}
-            CheckedHop(neighbours, name, contents, refused=True).give_up(f"{type(error).__name__}: {error}")
+        if _check.value and not neighbours.is_single_rank:
+            _refuse(neighbours, name, {**outgoing, **expected}, error)
         raise
     if transfers is not None:
         # ``hooks.begin`` has this dict, which was empty: shapes are known only here.
         transfers |= {key: specs_of(tensors) for key, tensors in sends.items()}
-        transfers |= {key: specs_of([x]) for key, x in received.items() if key in wires}
+        transfers |= {key: specs_of([x]) for key, x in results.items() if key in wires}
         transfers |= {key: incoming.specs for key, incoming in receives.items()}
     handles: Any = None
     posted: Sized = wires
     # A ring of one stage sends nothing. Messages with headers are allocated as headers arrive; others are allocated now
     # and posted at once.
     if neighbours.is_single_rank:
-        path, copied, sent = "torch", copied + _copy_to_self(neighbours, name, sends, receives, received), 0
+        path, copied, bytes_sent = "torch", copied + _copy_to_self(neighbours, name, sends, receives, results), 0
         posted = ()
     elif has_headers and (device := device or _device_of(sends)) is not None:
-        hop = Hop(neighbours, name, received)
+        hop = Hop(neighbours, name, results)
         try:
             hop.start(sends, wires, receives, device, batched)
             handles = hop.wait() if wait else hop.handles()
@@ -120,20 +117,39 @@ def exchange(
             raise
         posted = hop.posted
     else:
-        for key, incoming in receives.items():
+        if receives:
             assert device is not None
-            wire, tensors = incoming.allocate_expected(name, device)
-            if wire.numel():
-                wires[key] = wire
-            received[key] = incoming.form(tensors)
+            _allocate(receives, name, device, wires, results)
         if wait:
             post_and_wait(neighbours, name, wires, batched)
         else:
             handles = post(neighbours, name, wires, batched)
             keep_alive(handles.values())
     # Where nothing was posted there is nothing to wait for: the handles are an empty dict, even after ``wait``.
-    record.add(name, path, copied, sent, started)
-    return received, handles if posted else {}
+    record.add(name, path, copied, bytes_sent, start_time)
+    return results, handles if posted else {}
+
+
+def _refuse(neighbours: Neighbours, name: str, sides: Mapping[str, Any], error: CommError) -> None:
+    """Tell the neighbours in check mode that this rank refuses its arguments; they would wait for the timeout."""
+    # ``give_up`` closes the channels to the neighbours, whose transfers fail with this error then.
+    contents = {key: Content("refused arguments", specs=None) for key, x in sides.items() if x is not None}
+    CheckedHop(neighbours, name, contents, refused=True).give_up(f"{type(error).__name__}: {error}")
+
+
+def _allocate(
+    receives: Mapping[str, Incoming],
+    name: str,
+    device: torch.device,
+    wires: dict[str, Tensor],
+    results: dict[str, Any],
+) -> None:
+    """Allocate messages of expected shapes: their buffers go into ``wires``, their tensors into ``results``."""
+    for key, incoming in receives.items():
+        wire, tensors = incoming.allocate_expected(name, device)
+        if wire.numel():
+            wires[key] = wire
+        results[key] = incoming.form(tensors)
 
 
 _Packed = tuple[record.CopyPath, int, int]

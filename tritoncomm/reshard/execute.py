@@ -50,18 +50,18 @@ class BucketStep:
         self._unpacks = list(self._unpacks_of(plan, strides[1], carried))
         # Blocks that stay on this rank are copied into their results, or added to what other buckets bring.
         dtypes = [item.result for item in plan.items]
-        staying = tables.staying_blocks(bucket.direct, strides, dtypes)
-        self._direct = [block for block in staying if block.tensor not in plan.accumulated]
-        self._summed = [block for block in staying if block.tensor in plan.accumulated]
+        own_blocks = tables.staying_blocks(bucket.direct, strides, dtypes)
+        self._direct = [block for block in own_blocks if block.tensor not in plan.accumulated]
+        self._summed = [block for block in own_blocks if block.tensor in plan.accumulated]
         # Results that share memory with the tensors are written from clones, see ``_views``.
         self._copies = None if in_place else tables.copies_between(self._direct, dtypes)
 
     def _packs(self, strides: tables.Strides, dtypes: Sequence[torch.dtype]) -> TablePass | None:
         """Return the pass that packs what is sent and what is staged; None without blocks."""
-        bucket, (sent, _, _) = self._bucket, self._sizes
+        bucket, (send_bytes, _, _) = self._bucket, self._sizes
         blocks = tables.concatenated(
             tables.blocks_of(bucket.send, bucket.send.start),
-            tables.blocks_of(bucket.staged, bucket.staged.source, sent),
+            tables.blocks_of(bucket.staged, bucket.staged.source, send_bytes),
         )
         return tables.pass_of(blocks, strides, dtypes)
 
@@ -69,10 +69,12 @@ class BucketStep:
         self, plan: TransferPlan, strides: tables.Strides, dtypes: Sequence[torch.dtype]
     ) -> Iterator[tuple[TablePass, bool]]:
         """Yield the passes that unpack what was staged and what arrived, and whether they add to the results."""
-        bucket, (sent, staged, _) = self._bucket, self._sizes
-        start = sent + staged if staged else 0  # without staged blocks the received bytes have a memory of their own
+        bucket, (send_bytes, staged, _) = self._bucket, self._sizes
+        start = (
+            send_bytes + staged if staged else 0
+        )  # without staged blocks the received bytes have a memory of their own
         blocks = tables.concatenated(
-            tables.blocks_of(bucket.staged, bucket.staged.target, sent),
+            tables.blocks_of(bucket.staged, bucket.staged.target, send_bytes),
             tables.blocks_of(bucket.recv, bucket.recv.start, start),
         )
         groups = [(blocks, False)]
@@ -95,7 +97,7 @@ class BucketStep:
     ) -> record.CopyPath:
         """Pack, exchange and unpack one bucket; copy the direct blocks meanwhile. Return the path of the last pass."""
         path: record.CopyPath = "view"
-        wire, arrived, send, receive = self._staging(sources[0])
+        wire, recv_memory, send, receive = self._staging(sources[0])
         if self._pack is not None:
             path = self._pack.pack(sources, wire).path
         copies = self._copies if self._copies is not None and takes_kernel(sources[0]) else None
@@ -120,7 +122,7 @@ class BucketStep:
             work.wait()
         del wire, send, receive  # the sent bytes are not needed while the received ones are unpacked
         for unpack, accumulate in self._unpacks:
-            path = unpack.unpack(arrived, targets, accumulate).path
+            path = unpack.unpack(recv_memory, targets, accumulate).path
         return path
 
     def _staging(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -283,16 +285,16 @@ class Executor:
             )
         return in_place
 
-    def exchange(self, bucket: Bucket, wire: Tensor, received: Tensor, name: str, asynchronous: bool) -> Any:
+    def exchange(self, bucket: Bucket, wire: Tensor, recv_wire: Tensor, name: str, asynchronous: bool) -> Any:
         """Start the exchange of one bucket; return a handle to wait for, None if the exchange is over."""
         group = self.group
         if group is None:
             raise GroupError(f"{name}: this plan was made without a group, to be looked at")
         # No rank both sends and receives: a batch of messages in place of an all-to-all-v.
         if self.transfers.is_disjoint:
-            sends, receives = messages(wire, bucket.send), messages(received, bucket.recv)
+            sends, receives = messages(wire, bucket.send), messages(recv_wire, bucket.recv)
             return backend.send_and_receive(sends, receives, group, name)
-        return all_to_all(wire, bucket.send.counts, bucket.recv.counts, group, name, received, asynchronous).work
+        return all_to_all(wire, bucket.send.counts, bucket.recv.counts, group, name, recv_wire, asynchronous).work
 
 
 def _prepared_steps(

@@ -5,6 +5,7 @@ All tensors that a mesh shards by the same axes have the same holders, so these 
 
 import hashlib
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from tritoncomm.core.plan import Ints
 from tritoncomm.errors import ArgumentError
 from tritoncomm.reshard.boxes import Array
 
-__all__ = ["Holders", "Members", "common_boxes", "members_of", "on_axes"]
+__all__ = ["BoxPairs", "Holders", "Members", "members_of", "on_axes", "pair_boxes_by_rank"]
 
 
 class Members:
@@ -117,22 +118,35 @@ class Holders:
         return self.order[self.first[region][index] + nth], index
 
 
-@lru_cache(maxsize=64)
-def common_boxes(source: Holders, target: Holders) -> tuple[Array, Array, Array, Array]:
-    """Pair the box of every rank with its box of another layout, where each rank has one box in both; cached.
+class BoxPairs(NamedTuple):
+    """Box of every rank in two layouts, sorted by source region, then by target box.
 
-    Returns:
-        Source box and target box of every pair, by source region and then by target box; the distinct pairs of regions
-        of these boxes, ``[2, distinct]``; and for every pair of boxes its pair of regions.
+    Attributes:
+        source_box, target_box: ``[pairs]``.
+        regions: ``[2, distinct]``, the distinct pairs of a source region and a target region.
+        region_pair: ``[pairs]``, column of ``regions`` of every pair of boxes.
     """
-    other = target.members.places_of(source.members.ids)
-    box = np.nonzero(other >= 0)[0]
-    # A rank has one box in each layout, so the number of a box is the place of its rank.
-    box = box[np.lexsort((other[box], source.region[box]))]
-    other = other[box]
-    count = len(target.counts)
-    distinct, pair = np.unique(source.region[box] * count + target.region[other], return_inverse=True)
-    return box, other, np.stack(np.divmod(distinct, max(count, 1))), pair
+
+    source_box: Array
+    target_box: Array
+    regions: Array
+    region_pair: Array
+
+
+@lru_cache(maxsize=64)
+def pair_boxes_by_rank(source: Holders, target: Holders) -> BoxPairs:
+    """Pair the box of every rank with its box of another layout, where each rank has one box in both; cached."""
+    # The number of a box is the place of its rank, so that pairs of ranks are pairs of boxes. -1: not in the target.
+    target_box_of = target.members.places_of(source.members.ids)
+    source_box = np.nonzero(target_box_of >= 0)[0]
+    source_box = source_box[np.lexsort((target_box_of[source_box], source.region[source_box]))]
+    target_box = target_box_of[source_box]
+    # A pair of regions as one integer, source region first.
+    num_target_regions = len(target.counts)
+    codes = source.region[source_box] * num_target_regions + target.region[target_box]
+    distinct_codes, region_pair = np.unique(codes, return_inverse=True)
+    regions = np.stack(np.divmod(distinct_codes, max(num_target_regions, 1)))
+    return BoxPairs(source_box, target_box, regions, region_pair)
 
 
 @lru_cache(maxsize=256)  # the tensors of a model are sharded in a few ways

@@ -414,28 +414,38 @@ def _load_of(sender: Array, receiver: Array, nbytes: Array, world: int, is_singl
 def _totals(
     items: tuple[Item, ...], ranks: Ints, every_replica: bool, assigned: Sequence[_Assigned], count: int
 ) -> Totals:
-    """Count the bytes and messages of all ranks of a plan; ``assigned`` has the tensors' buckets."""
+    """Count the bytes and messages of all ranks of a plan; ``assigned`` has the tensors' buckets, ``count`` of them."""
     world, routes = len(ranks), _all_routes(items, ranks, every_replica)
-    loads, lacking = np.zeros((count, 2, world), np.int64), np.zeros(world, np.int64)
-    pairs: list[dict[int, Array]] = [{} for _ in range(count)]  # of every bucket, by the routes that have them
+    loads = np.zeros((count, 2, world), np.int64)  # bytes that every rank sends and receives in every bucket
+    lacking = np.zeros(world, np.int64)
+    messages: list[dict[int, Array]] = [{} for _ in range(count)]  # of every bucket, by the key of their routes
     for index, table, buckets in assigned:
         item = items[index]
-        each, itemsize = routes[item.source, item.target], item.carried.itemsize
-        (sender, receiver), volume = each.remote(table)
+        tensor_routes, itemsize = routes[item.source, item.target], item.carried.itemsize
+        (sender, receiver), volume = tensor_routes.remote(table)
         lacking += _totals_by(receiver, volume * itemsize, world)
+        # Whole tensors with the same routes have messages between the same ranks, so these are counted once, by a
+        # negative key. Other tensors are counted by their index.
+        is_whole = table is None and len(buckets) == 1
+        key = -1 - id(tensor_routes) if is_whole else index
         for part, bucket in enumerate(buckets):
-            piece = first_of_part(volume, len(buckets), part + 1) - first_of_part(volume, len(buckets), part)
-            loads[bucket] += _load_of(sender, receiver, piece * itemsize, world, each.is_single)
-            # Whole tensors with the same routes have messages between the same ranks, so these are counted once, by a
-            # negative key. Other tensors are counted by their index.
-            key = index if table is not None or len(buckets) > 1 else -1 - id(each)
-            pairs[bucket].setdefault(key, (sender * world + receiver)[piece > 0])
-    messages, none = np.zeros(world, np.int64), np.empty(0, np.int64)
-    for keys in pairs:
-        messages += np.bincount(np.unique(np.concatenate([none, *keys.values()])) // world, minlength=world)
+            elements = first_of_part(volume, len(buckets), part + 1) - first_of_part(volume, len(buckets), part)
+            loads[bucket] += _load_of(sender, receiver, elements * itemsize, world, tensor_routes.is_single)
+            messages[bucket].setdefault(key, (sender * world + receiver)[elements > 0])
     largest = loads.max((1, 2), initial=0)
-    sent, received = loads.sum(0)
-    return Totals(sent, received, lacking, messages, int(largest.max()), int(largest.sum()))
+    bytes_sent, bytes_received = loads.sum(0)
+    return Totals(
+        bytes_sent, bytes_received, lacking, _sent_messages(messages, world), int(largest.max()), int(largest.sum())
+    )
+
+
+def _sent_messages(messages: Sequence[dict[int, Array]], world: int) -> Array:
+    """Count the messages that every rank sends, of the buckets' messages ``sender*world + receiver``, by any keys."""
+    counts, empty = np.zeros(world, np.int64), np.empty(0, np.int64)
+    for by_key in messages:
+        distinct = np.unique(np.concatenate([empty, *by_key.values()]))
+        counts += np.bincount(distinct // world, minlength=world)
+    return counts
 
 
 def _totals_by(index: Array, nbytes: Array, count: int) -> Array:

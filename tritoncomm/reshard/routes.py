@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritoncomm.reshard.boxes import Array, distinct_rows
-from tritoncomm.reshard.holders import Holders, common_boxes
+from tritoncomm.reshard.holders import Holders, pair_boxes_by_rank
 from tritoncomm.reshard.intersections import BoxIndex
 from tritoncomm.reshard.layout import Layout
 from tritoncomm.reshard.plan import ALIGNMENT
@@ -287,34 +287,43 @@ class Routes:
     @cached_property
     def _held(self) -> _Held:
         """Elements that ranks have before and after."""
-        source, target = self.source.holders, self.target.holders
         if self.is_single:
-            box, other, (region, theirs), pair = common_boxes(source, target)
-            low = np.maximum(self.source.start[region], self.target.start[theirs]).T
-            ends = (self.source.start + self.source.size)[region], (self.target.start + self.target.size)[theirs]
-            size = np.maximum(np.minimum(*ends).T - low, 0)
-            return _Held(box, other, size.prod(0)[pair], self._before(region, low, size)[pair])
+            return self._held_by_rank()
+        source, target = self.source.holders, self.target.holders
         # The rank is one more dim, so that boxes of different ranks do not meet. ``label`` is the place of a source
         # box's rank in the target layout, -1 without one.
         label = target.members.places_of(source.members.ids)[source.owner]
         is_both = np.zeros(len(target.members.ids), bool)
         is_both[label[label >= 0]] = True
-        box, other = np.nonzero(label >= 0)[0], np.nonzero(is_both[target.owner])[0]
+        source_box, target_box = np.nonzero(label >= 0)[0], np.nonzero(is_both[target.owner])[0]
         labelled = [
             (np.insert(start, 0, rank, 1), np.insert(size, 0, 1, 1))
             for rank, (_, start, size, _) in (
-                (label[box], self.source.boxes(box)), (target.owner[other], self.target.boxes(other)),
+                (label[source_box], self.source.boxes(source_box)),
+                (target.owner[target_box], self.target.boxes(target_box)),
             )
-        ]  # fmt: skip
+        ]
         met = BoxIndex(*labelled[1]).meeting(*labelled[0])
-        box, other, low, size = box[met.one], other[met.other], met.low[1:], met.size[1:]
-        region = source.region[box]
-        order = np.lexsort((box, other, region))
+        source_box, target_box, low, size = source_box[met.one], target_box[met.other], met.low[1:], met.size[1:]
+        region = source.region[source_box]
+        order = np.lexsort((source_box, target_box, region))
         is_first = np.ones(len(order), bool)  # a rank may have the same box twice
-        is_first[1:] = (np.diff(region[order]) != 0) | (np.diff(other[order]) != 0)
+        is_first[1:] = (np.diff(region[order]) != 0) | (np.diff(target_box[order]) != 0)
         order = order[is_first]
-        before = self._before(region, low, size)
-        return _Held(box[order], other[order], size.prod(0)[order], before[order])
+        first_element = self._before(region, low, size)
+        return _Held(source_box[order], target_box[order], size.prod(0)[order], first_element[order])
+
+    def _held_by_rank(self) -> _Held:
+        """Find ``_held`` where each rank has one box on both sides."""
+        pairs = pair_boxes_by_rank(self.source.holders, self.target.holders)
+        region, target_region = pairs.regions
+        low = np.maximum(self.source.start[region], self.target.start[target_region]).T
+        source_end = (self.source.start + self.source.size)[region]
+        target_end = (self.target.start + self.target.size)[target_region]
+        size = np.maximum(np.minimum(source_end, target_end).T - low, 0)
+        volume, first_element = size.prod(0), self._before(region, low, size)
+        pair = pairs.region_pair
+        return _Held(pairs.source_box, pairs.target_box, volume[pair], first_element[pair])
 
     @cached_property
     def _line(self) -> _Line:

@@ -75,14 +75,14 @@ def pass_of(
     if not len(blocks.tensor):
         return None
     # A launch takes the addresses of its tensors as arguments, so a table numbers the tensors that it has.
-    tensors, place = np.unique(blocks.tensor, return_inverse=True)
+    tensors, tensor_place = np.unique(blocks.tensor, return_inverse=True)
     used = tuple(tensors.tolist())
     # Blocks have leading dims of size 1 where their tensor has fewer, whose strides do not matter.
     padded = [(0,) * (len(blocks.size) - len(strides[i])) + tuple(strides[i]) for i in used]
     itemsizes = np.array([dtypes[i].itemsize for i in used], np.int64)
-    steps = np.array(padded, np.int64).reshape(len(used), -1)[place].T
-    rows = Blocks(place, blocks.size, steps, (blocks.start * steps).sum(0), blocks.wire, blocks.gaps)
-    table = Segments(rows.segments(itemsizes[place]) or (), [dtypes[i] for i in used])
+    steps = np.array(padded, np.int64).reshape(len(used), -1)[tensor_place].T
+    rows = Blocks(tensor_place, blocks.size, steps, (blocks.start * steps).sum(0), blocks.wire, blocks.gaps)
+    table = Segments(rows.segments(itemsizes[tensor_place]) or (), [dtypes[i] for i in used])
     return TablePass(table, used, sums=sums)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from tritoncomm.core.validation import checked_dim
 from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.mappings.general import wants_grad
-from tritoncomm.tensor.group_registry import Members
+from tritoncomm.tensor.group_registry import AxisMembers
 from tritoncomm.tensor.mesh_collectives import MeshCollective, mixed_gather, run_collective
 from tritoncomm.tensor.sharding_spec import ShardingSpec
 
@@ -167,7 +167,7 @@ class CommSpec:
             raise ArgumentError(f"CommSpec: {self.comm_pattern.name} needs a logical_process_axis")
         return self.logical_process_axis
 
-    def _collective(self, x: Tensor, members: Members) -> MeshCollective:
+    def _collective(self, x: Tensor, members: AxisMembers) -> MeshCollective:
         """Return the collective of a pattern other than the mixed gather, with its dims checked against a tensor."""
         kind, name = _KINDS[self.comm_pattern], self.comm_pattern.value
         if kind in ("all_reduce", "identity"):

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from tritoncomm.errors import ArgumentError, GroupError, ShapeError
 from tritoncomm.groups import check_ascending, check_mesh
-from tritoncomm.tensor.group_registry import Line, Members, groups_along
+from tritoncomm.tensor.group_registry import AxisMembers, Line, groups_along
 
 __all__ = ["DeviceMesh", "FlattenDeviceMesh"]
 
@@ -68,7 +68,7 @@ class DeviceMesh:
         self.mesh_beta: Any = self._per_axis(mesh_beta, "mesh_beta")
         self.init_process_group = self.need_flatten = False  # until ``_connect`` and ``_add_flattened`` set them
         self.process_groups_dict: dict[int, list[Line]] = {}
-        self._members: dict[int, Members] = {}
+        self._members: dict[int, AxisMembers] = {}
         self._merged: dict[tuple[int, ...], DeviceMesh] = {}
         if init_process_group:
             check_ascending(self._logical_mesh_id, "DeviceMesh")
@@ -157,7 +157,7 @@ class DeviceMesh:
             mesh._connect(own_groups=[])
         return mesh
 
-    def members(self, axis: int) -> Members | None:
+    def members(self, axis: int) -> AxisMembers | None:
         """Return this rank's process group along an axis; None on ranks outside the mesh.
 
         Raises:

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 from tritoncomm import groups
 from tritoncomm.errors import GroupError
 
-__all__ = ["Line", "Members", "adopt", "find", "group_over", "groups_along", "lookup", "make_groups"]
+__all__ = ["AxisMembers", "Line", "adopt", "find", "group_over", "groups_along", "lookup", "make_groups"]
 
 # Weak references: torch keeps living groups, and a destroyed group can end with its threads and sockets.
 _groups: dict[tuple[str, tuple[int, ...]], weakref.ref[dist.ProcessGroup]] = {}
@@ -115,7 +115,7 @@ Line = tuple[list[int], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Members:
+class AxisMembers:
     """Process group of this rank along one axis.
 
     Attributes:
@@ -128,7 +128,7 @@ class Members:
 
 def groups_along(
     ids: Tensor, own_groups: Sequence[dist.ProcessGroup]
-) -> tuple[dict[int, list[Line]], dict[int, Members]]:
+) -> tuple[dict[int, list[Line]], dict[int, AxisMembers]]:
     """Return by axis every line of ranks with its group (or torch's ``NON_GROUP_MEMBER``), and this rank's own group.
 
     Args:
@@ -145,7 +145,7 @@ def groups_along(
         lines = [tuple(sorted(ranks)) for lines in axes for ranks in lines if len(ranks) > 1]
         make_groups(lines, me)
     lines_by_axis: dict[int, list[Line]] = {}
-    members: dict[int, Members] = {}
+    members: dict[int, AxisMembers] = {}
     for axis, lines in enumerate(axes):
         lines_by_axis[axis] = []
         for ranks in lines:
@@ -153,7 +153,7 @@ def groups_along(
             if me in ranks:
                 group = own_groups[axis] if own_groups else group_over(tuple(sorted(ranks)), me)
                 ranks_in_group = dist.get_process_group_ranks(group)
-                members[axis] = Members(
+                members[axis] = AxisMembers(
                     group, None if ranks_in_group == ranks else tuple(map(ranks_in_group.index, ranks))
                 )
             lines_by_axis[axis].append((ranks, group))

@@ -16,7 +16,7 @@ from tritoncomm.core.call import compare_arguments
 from tritoncomm.mappings.general import wants_grad
 from tritoncomm.reshard import Layout, reshard
 from tritoncomm.tensor.device_mesh import DeviceMesh
-from tritoncomm.tensor.group_registry import Members
+from tritoncomm.tensor.group_registry import AxisMembers
 from tritoncomm.tensor.layout import shares_storage
 from tritoncomm.tensor.redistribute import unchanged
 
@@ -36,7 +36,7 @@ class MeshCollective:
     """
 
     kind: str
-    members: Members
+    members: AxisMembers
     name: str
     shard_dim: int = 0
     gather_dim: int = 0

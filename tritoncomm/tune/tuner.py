@@ -20,13 +20,13 @@ from tritoncomm.tune.machine_code import TARGETS, can_read
 from tritoncomm.tune.measure import Bench
 from tritoncomm.tune.search import INTERRUPTED, Follow, Task, batches, search
 
-__all__ = ["Outcome", "Request", "cases_of", "measure", "rank_static"]
+__all__ = ["Outcome", "TuneRequest", "cases_of", "measure", "rank_static"]
 
 _JUDGING = 1 / 3  # of a budget, at most: what is not judged by then is measured as it comes
 
 
 @dataclass(frozen=True)
-class Request:
+class TuneRequest:
     """Arguments of the command, unchecked; see ``cases_of``.
 
     Attributes:
@@ -71,7 +71,7 @@ class Outcome:
     left: int = 0
 
 
-def cases_of(request: Request) -> list[Case]:
+def cases_of(request: TuneRequest) -> list[Case]:
     """Return the cases of a request; without shapes and model a sweep over units and sizes."""
     ops = tuple(request.ops) or OPS
     for op in ops:
@@ -100,7 +100,7 @@ def cases_of(request: Request) -> list[Case]:
     return cases.sweep(ops)
 
 
-def _summable(every: list[Case], request: Request) -> list[Case]:
+def _summable(every: list[Case], request: TuneRequest) -> list[Case]:
     """Return the cases without sums of dtypes that cannot be summed; reject them if they were asked for."""
     left_out = [case for case in every if case.op == "reduce" and not cases.can_sum(case.dtype)]
     if left_out and "reduce" in request.ops:
@@ -108,7 +108,7 @@ def _summable(every: list[Case], request: Request) -> list[Case]:
     return [case for case in every if case not in left_out]
 
 
-def rank_static(request: Request, target: str, follow: Follow | None = None) -> Outcome:
+def rank_static(request: TuneRequest, target: str, follow: Follow | None = None) -> Outcome:
     """Compile every candidate for a target, leave out the bad ones, rank the rest."""
     if target not in TARGETS:
         raise ValueError(f"--target {target!r} is none of {', '.join(TARGETS)}")
@@ -127,7 +127,7 @@ def rank_static(request: Request, target: str, follow: Follow | None = None) -> 
 
 
 def measure(
-    request: Request, bench: Bench, follow: Follow | None = None, clock: Callable[[], float] = time.monotonic
+    request: TuneRequest, bench: Bench, follow: Follow | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Outcome:
     """Check and time candidates and both paths on a GPU, and write the table; the cheapest by static cost go first."""
     todo_cases, device = cases_of(request), (bench.device_name, bench.sm_count)
@@ -157,7 +157,7 @@ def measure(
     return outcome
 
 
-def _budget(request: Request) -> float:
+def _budget(request: TuneRequest) -> float:
     """Return the seconds that a search may take; infinity without a limit."""
     return math.inf if request.budget is None else request.budget
 

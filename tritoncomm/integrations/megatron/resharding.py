@@ -284,14 +284,14 @@ def _compare(
         own_error: what this rank has found wrong before, which it raises.
     """
     peers, error = range(group.size()), own_error
-    sent = [_summary(outgoing.get(peer, ())) for peer in peers]
+    send_summaries = [_summary(outgoing.get(peer, ())) for peer in peers]
     expected = [_summary(incoming.get(peer, ())) for peer in peers]
     device = backend.default_device(backend.cuda_backend(group))
-    own = torch.tensor([sent, expected], dtype=torch.int64, device=device).transpose(0, 1).contiguous()
+    summaries = torch.tensor([send_summaries, expected], dtype=torch.int64, device=device).transpose(0, 1).contiguous()
     # own[p] = (summary of messages to p, summary of messages expected from p); theirs[p] is p's view of the same pair.
-    theirs = all_to_all(own, (), (), group, _NAME).received
-    for peer, (peer_sends, peer_expects) in enumerate(theirs.tolist()):
-        directions = (peer, rank, peer_sends, expected[peer]), (rank, peer, sent[peer], peer_expects)
+    peer_summaries = all_to_all(summaries, (), (), group, _NAME).recv_wire
+    for peer, (peer_sends, peer_expects) in enumerate(peer_summaries.tolist()):
+        directions = (peer, rank, peer_sends, expected[peer]), (rank, peer, send_summaries[peer], peer_expects)
         for source, target, sends, expects in directions:
             if error is None and tuple(sends) != tuple(expects):
                 error = MismatchError(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tritoncomm.core.plan import chunk_sizes
 from tritoncomm.tensor.layout import is_colo, shape_of
-from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, broadcast_labels
+from tritoncomm.tensor.rules.engine import Operand, OperatorCall, Sharding, broadcast_labels
 from tritoncomm.tensor.rules.random_ops import agreed_seed, seeded_shard
 from tritoncomm.tensor.rules.table import rule
 
@@ -23,7 +23,7 @@ __all__: list[str] = []
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Call | None:  # fmt: skip
+) -> OperatorCall | None:  # fmt: skip
     """Describe attention over local heads, batches or queries; broadcast batch dims run on replicas (None)."""
     shapes = [shape_of(x) for x in (query, key, value)]
     count = len(shapes[0]) - 2
@@ -62,4 +62,4 @@ def _attention(
     replicated = frozenset({"s", "e", "v"} | ({"l"} if is_causal else set()))
     # The heads, of which the query may have more than key and value.
     grouped = count - 1 if enable_gqa else None
-    return Call(operands, [(*batch, "l", "v")], run, replicated, legal=legal, grouped=grouped)
+    return OperatorCall(operands, [(*batch, "l", "v")], run, replicated, legal=legal, grouped=grouped)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tritoncomm.core.autograd import wants_grad
 from tritoncomm.core.call import compare_arguments
 from tritoncomm.tensor.layout import shape_of
-from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, dtype_of_result, from_front
+from tritoncomm.tensor.rules.engine import Operand, OperatorCall, Sharding, dtype_of_result, from_front
 from tritoncomm.tensor.rules.reductions import extremum_over_ranks, sum_over_ranks
 from tritoncomm.tensor.rules.table import rule
 from tritoncomm.tensor.vocab_parallel import cross_entropy_rows
@@ -25,18 +25,18 @@ __all__: list[str] = []
 )  # fmt: skip
 def _softmax(
     input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
-) -> Call | None:
+) -> OperatorCall | None:
     return _softmax_like(input, dim, _stacklevel if dtype is None else dtype, log=False)
 
 
 @rule(F.log_softmax, "log_softmax", accepts="any sharding, the softmax dim included", collectives="as softmax")
 def _log_softmax(
     input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
-) -> Call | None:
+) -> OperatorCall | None:
     return _softmax_like(input, dim, _stacklevel if dtype is None else dtype, log=True)
 
 
-def _softmax_like(input: Tensor, dim: int | None, dtype_or_level: Any, log: bool) -> Call | None:
+def _softmax_like(input: Tensor, dim: int | None, dtype_or_level: Any, log: bool) -> OperatorCall | None:
     """Describe softmax or its logarithm; a call without a dim runs on replicas."""
     # ``F.softmax`` has ``_stacklevel`` where ``torch.softmax`` has the dtype.
     count, dtype = len(shape_of(input)), dtype_or_level if isinstance(dtype_or_level, torch.dtype) else None
@@ -57,7 +57,7 @@ def _softmax_like(input: Tensor, dim: int | None, dtype_or_level: Any, log: bool
         return (shifted - sum_exp.log() if log else exps / sum_exp).to(target)
 
     labels = tuple(range(count))
-    return Call([Operand(input, labels)], [labels], run, own=frozenset({dim}))
+    return OperatorCall([Operand(input, labels)], [labels], run, own=frozenset({dim}))
 
 
 @rule(
@@ -71,7 +71,7 @@ def _softmax_like(input: Tensor, dim: int | None, dtype_or_level: Any, log: bool
 def _cross_entropy(
     input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
-) -> Call | None:  # fmt: skip
+) -> OperatorCall | None:  # fmt: skip
     """Describe cross entropy; the classes have the label ``c``. Deprecated arguments run on replicas (None)."""
     shape = shape_of(input)
     if size_average is not None or reduce is not None or not shape or reduction not in ("none", "mean", "sum"):
@@ -123,4 +123,4 @@ def _cross_entropy(
     own = frozenset(labels) if reduction != "none" else frozenset({"c"})
     result = rows if reduction == "none" else ()
     replicated = frozenset({"c"} if soft and wants_grad(target) else ())  # the rows of shards have no gradient for it
-    return Call(operands, [result], run, replicated, own=own)
+    return OperatorCall(operands, [result], run, replicated, own=own)

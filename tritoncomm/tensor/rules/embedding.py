@@ -7,7 +7,7 @@ from tritoncomm.core.autograd import wants_grad
 from tritoncomm.errors import UnsupportedError
 from tritoncomm.mappings.tensor_parallel import reduce_from
 from tritoncomm.tensor.layout import is_colo, shape_of
-from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
+from tritoncomm.tensor.rules.engine import Operand, OperatorCall, Sharding
 from tritoncomm.tensor.rules.matmul import by_weight
 from tritoncomm.tensor.rules.table import rule
 
@@ -24,7 +24,7 @@ __all__: list[str] = []
 def _embedding(
     input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
-) -> Call | None:  # fmt: skip
+) -> OperatorCall | None:  # fmt: skip
     """Describe an embedding; of a sharded vocabulary ranks look up their own ids, zeros for the others, and sum."""
     ids = tuple(range(len(shape_of(input))))
     _refuse("embedding", weight, max_norm, sparse)
@@ -51,7 +51,7 @@ def _embedding(
     # Labels of the weight: v rows of the vocabulary, h columns.
     replicated = frozenset([*ids, "v"] if scale_grad_by_freq else [])  # masked ids would be counted
     operands = [Operand(input, ids), Operand(weight, ("v", "h"))]
-    return by_weight(Call(operands, [(*ids, "h")], run, replicated, own=frozenset({"v"})), weight, index=1)
+    return by_weight(OperatorCall(operands, [(*ids, "h")], run, replicated, own=frozenset({"v"})), weight, index=1)
 
 
 def _check_ids(ids: Tensor, rows: int) -> None:
@@ -80,7 +80,7 @@ def _embedding_bag(
     input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None,
     norm_type: float = 2, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
     per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
-) -> Call | None:  # fmt: skip
+) -> OperatorCall | None:  # fmt: skip
     """Describe sums, means or maxima of bags of rows; the vocabulary and the ids of a bag must not be sharded."""
     _refuse("embedding_bag", weight, max_norm, sparse)
     if max_norm is not None or sparse:
@@ -102,5 +102,5 @@ def _embedding_bag(
     if scale_grad_by_freq:
         replicated |= {"b"}
     operands = [Operand(input, ids), Operand(weight, ("v", "h")), *extra]
-    call = Call(operands, [("b" if two else "o", "h")], run, frozenset(replicated))
+    call = OperatorCall(operands, [("b" if two else "o", "h")], run, frozenset(replicated))
     return by_weight(call, weight, index=1)

@@ -26,9 +26,9 @@ from tritoncomm.tensor.process_group import ProcessGroup
 from tritoncomm.tensor.redistribute import Transition, redistribute
 
 __all__ = [
-    "Call",
     "Labels",
     "Operand",
+    "OperatorCall",
     "Parts",
     "Sharding",
     "broadcast_labels",
@@ -99,7 +99,7 @@ class Operand:
 
 
 @dataclass(slots=True)
-class Call:
+class OperatorCall:
     """One call of an operator.
 
     Attributes:
@@ -178,7 +178,7 @@ def from_front(dim: int, count: int) -> int:
     return dim % count
 
 
-def execute(call: Call) -> Any:
+def execute(call: OperatorCall) -> Any:
     """Run the call; tensors of the result are ColoTensors."""
     operands = (*call.operands, *call.late)
     colo_operands: list[Any] = [each for each in operands if is_colo(each.tensor)]
@@ -219,13 +219,13 @@ def execute(call: Call) -> Any:
     return tree_unflatten(results, tree)
 
 
-def _refuse_sizes(call: Call, operands: Sequence[Operand]) -> NoReturn:
+def _refuse_sizes(call: OperatorCall, operands: Sequence[Operand]) -> NoReturn:
     """Raise on every rank: on some ranks the local shards would fit, and those ranks would hang."""
     shapes = " and ".join(str(list(shape_of(each.tensor))) for each in operands)
     raise ShapeError(f"the sizes of {shapes} do not fit each other")
 
 
-def choose(call: Call, pg: ProcessGroup) -> Parts | None:
+def choose(call: OperatorCall, pg: ProcessGroup) -> Parts | None:
     """Return the cheapest legal sharding of an operand; () without shards, None if no sharding of theirs is legal."""
     candidates: list[Parts] = []
     sharded = False
@@ -251,7 +251,7 @@ def _partitions(each: Operand) -> Parts:
     return each.tensor.partitions if is_colo(each.tensor) else ()
 
 
-def _is_column_parallel(call: Call, parts: Parts, pg: ProcessGroup) -> bool:
+def _is_column_parallel(call: OperatorCall, parts: Parts, pg: ProcessGroup) -> bool:
     """Whether the weight with a compute spec is sharded along a dim of the result; over one rank, by its spec."""
     if call.prefer is None:
         return False
@@ -263,7 +263,7 @@ def _is_column_parallel(call: Call, parts: Parts, pg: ProcessGroup) -> bool:
     return parts[0][0] in labels and parts[0][0] in call.results[0]
 
 
-def is_legal(call: Call, parts: Parts) -> bool:
+def is_legal(call: OperatorCall, parts: Parts) -> bool:
     """Whether the operator can run with this sharding."""
     labels = [label for label, _ in parts]
     if any(label is None or label in call.replicated for label in labels):
@@ -281,7 +281,7 @@ def is_legal(call: Call, parts: Parts) -> bool:
     return True
 
 
-def _bytes_moved(call: Call, parts: Parts, world: int) -> float:
+def _bytes_moved(call: OperatorCall, parts: Parts, world: int) -> float:
     """Return the bytes sent per rank, forward and backward, in units of (world - 1) / world."""
     # An operand with the label moves unless it is a shard already, a shard in backward too; a replica gathers its
     # gradient. An operand without it is gathered if it is a shard, and its gradient reduce-scattered (1) or
@@ -332,7 +332,9 @@ def replicated(x: Tensor, pg: ProcessGroup) -> Tensor:
     return local_operand(Operand(x, (None,) * len(shape_of(x))), (), pg).detach()
 
 
-def _reduce_outputs(outputs: list[Any], call: Call, sharding: Sharding, pg: ProcessGroup) -> tuple[list[Any], Parts]:
+def _reduce_outputs(
+    outputs: list[Any], call: OperatorCall, sharding: Sharding, pg: ProcessGroup
+) -> tuple[list[Any], Parts]:
     """Reduce partial results over the ranks, then apply ``finish``; return the results and their sharding."""
     group, parts = pg.tp_process_group(), ()
     if call.scatter is None:
@@ -351,7 +353,13 @@ def _reduce_outputs(outputs: list[Any], call: Call, sharding: Sharding, pg: Proc
 
 
 def _wrap_result(
-    x: Tensor, labels: Labels, call: Call, parts: Parts, pg: ProcessGroup, colo_operands: Sequence[Any], gather: bool
+    x: Tensor,
+    labels: Labels,
+    call: OperatorCall,
+    parts: Parts,
+    pg: ProcessGroup,
+    colo_operands: Sequence[Any],
+    gather: bool,
 ) -> Any:
     """Wrap a result as a ColoTensor; the spec of an operand of this layout is reused, to keep its notation."""
     result_parts = tuple((labels.index(label), count) for label, count in parts if label in labels)

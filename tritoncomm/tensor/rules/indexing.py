@@ -11,8 +11,8 @@ from tritoncomm.errors import UnsupportedError
 from tritoncomm.tensor.box import box_of, refuse_graph, write_shard
 from tritoncomm.tensor.layout import is_colo, plain, shape_of, shares_storage
 from tritoncomm.tensor.rules.engine import (
-    Call,
     Operand,
+    OperatorCall,
     broadcast_labels,
     from_front,
     is_legal,
@@ -31,7 +31,7 @@ def _labels_except(x: Tensor, dim: int) -> tuple[Any, ...]:
     return tuple(None if d == dim else d for d in range(len(shape_of(x))))
 
 
-def _along(input: Tensor, dim: int, local: Any, results: int | None = 1, drops: bool = False) -> Call | None:
+def _along(input: Tensor, dim: int, local: Any, results: int | None = 1, drops: bool = False) -> OperatorCall | None:
     """Describe ``local(x, dim)`` along a dim that must not be sharded.
 
     Args:
@@ -45,22 +45,22 @@ def _along(input: Tensor, dim: int, local: Any, results: int | None = 1, drops: 
     if results is None:
         results = len(local(torch.empty(shape_of(input)[dim], device="meta"), 0))
     left = tuple(d for d in labels if d is not None) if drops else labels
-    return Call([Operand(input, labels)], [left] * results, lambda _, x: local(x, dim))
+    return OperatorCall([Operand(input, labels)], [left] * results, lambda _, x: local(x, dim))
 
 
 @rule(torch.cat, torch.concat, torch.concatenate, named="cat", accepts=_OTHER)
-def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Call | None:
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> OperatorCall | None:
     """Describe a concatenation; shapes of different numbers of dims run on replicas (None), where torch decides."""
     count = len(shape_of(tensors[0]))
     if not count or any(len(shape_of(x)) != count for x in tensors):
         return None
     dim = from_front(dim, count)
     labels = _labels_except(tensors[0], dim)
-    return Call([Operand(x, labels) for x in tensors], [labels], lambda _, *shards: torch.cat(shards, dim))
+    return OperatorCall([Operand(x, labels) for x in tensors], [labels], lambda _, *shards: torch.cat(shards, dim))
 
 
 @rule(torch.stack, named="stack", result="same sharding, dim renumbered")
-def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Call | None:
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> OperatorCall | None:
     """Describe a stack; the new dim has no label. Different shapes run on replicas (None), where torch rejects them."""
     count = len(shape_of(tensors[0]))
     if any(shape_of(x) != shape_of(tensors[0]) for x in tensors):
@@ -68,21 +68,21 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Call | None:
     dim = from_front(dim, count + 1)
     labels = tuple(range(count))
     operands = [Operand(x, labels) for x in tensors]
-    return Call(operands, [(*labels[:dim], None, *labels[dim:])], lambda _, *shards: torch.stack(shards, dim))
+    return OperatorCall(operands, [(*labels[:dim], None, *labels[dim:])], lambda _, *shards: torch.stack(shards, dim))
 
 
 @rule("split", accepts=_OTHER)
-def _split(tensor: Tensor, split_size_or_sections: Any, dim: int = 0) -> Call | None:
+def _split(tensor: Tensor, split_size_or_sections: Any, dim: int = 0) -> OperatorCall | None:
     return _along(tensor, dim, lambda x, d: torch.split(x, split_size_or_sections, d), results=None)
 
 
 @rule("chunk", accepts=_OTHER)
-def _chunk(input: Tensor, chunks: int, dim: int = 0) -> Call | None:
+def _chunk(input: Tensor, chunks: int, dim: int = 0) -> OperatorCall | None:
     return _along(input, dim, lambda x, d: torch.chunk(x, chunks, d), results=None)
 
 
 @rule("unbind", accepts=_OTHER)
-def _unbind(input: Tensor, dim: int = 0) -> Call | None:
+def _unbind(input: Tensor, dim: int = 0) -> OperatorCall | None:
     return _along(input, dim, torch.unbind, results=None, drops=True)
 
 
@@ -119,13 +119,13 @@ def _parse_index(index: Any, count: int) -> tuple[list[Any], tuple[Any, ...], tu
     Tensor.__getitem__, named="indexing by integers, slices, None",
     accepts="any sharding of dims that are taken in full", result="same sharding, dim renumbered",
 )  # fmt: skip
-def _getitem(input: Tensor, index: Any) -> Call | None:
+def _getitem(input: Tensor, index: Any) -> OperatorCall | None:
     """Describe an index of integers, slices and None; other indices run on replicas (None)."""
     parsed = _parse_index(index, len(shape_of(input)))
     if parsed is None or not is_colo(input):
         return None
     entries, labels, result = parsed
-    return Call([Operand(input, labels)], [result], lambda _, x: x[tuple(entries)])
+    return OperatorCall([Operand(input, labels)], [result], lambda _, x: x[tuple(entries)])
 
 
 def set_item(target: Any, index: Any, value: Any) -> None:
@@ -159,7 +159,7 @@ def set_item(target: Any, index: Any, value: Any) -> None:
     elif isinstance(value, Tensor):
         operands = [Operand(value, (None,) * len(shape_of(value)))]
     # Only the operands and their labels count here; the function is never run.
-    if not is_legal(Call(operands, [], set_item), parts):
+    if not is_legal(OperatorCall(operands, [], set_item), parts):
         _set_part(target, tuple(entries), value)
         return
     with torch._C.DisableTorchFunctionSubclass():
@@ -217,21 +217,21 @@ def _set_part(target: Any, index: Any, value: Any) -> None:
 
 
 @rule("narrow", accepts=_OTHER)
-def _narrow(input: Tensor, dim: int, start: Any, length: int) -> Call | None:
+def _narrow(input: Tensor, dim: int, start: Any, length: int) -> OperatorCall | None:
     return _along(input, dim, lambda x, d: x.narrow(d, start, length))
 
 
 @rule("select", accepts=_OTHER)
-def _select(input: Tensor, dim: int, index: int) -> Call | None:
+def _select(input: Tensor, dim: int, index: int) -> OperatorCall | None:
     return _along(input, dim, lambda x, d: x.select(d, index), drops=True)
 
 
 @rule("index_select", accepts=_OTHER)
-def _index_select(input: Tensor, dim: int, index: Tensor) -> Call | None:
+def _index_select(input: Tensor, dim: int, index: Tensor) -> OperatorCall | None:
     """Describe a selection along a dim that is not sharded; each rank needs the full index, so that has no labels."""
     if not shape_of(input):
         return None
     dim = from_front(dim, len(shape_of(input)))
     labels = _labels_except(input, dim)
     operands = [Operand(input, labels), Operand(index, (None,) * len(shape_of(index)))]
-    return Call(operands, [labels], lambda _, x, i: torch.index_select(x, dim, i))
+    return OperatorCall(operands, [labels], lambda _, x, i: torch.index_select(x, dim, i))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritoncomm.tensor.layout import is_colo, shape_of
-from tritoncomm.tensor.rules.engine import Call, Labels, Operand, Sharding, broadcast_labels, broadcast_shapes
+from tritoncomm.tensor.rules.engine import Labels, Operand, OperatorCall, Sharding, broadcast_labels, broadcast_shapes
 from tritoncomm.tensor.rules.table import rule
 
 __all__: list[str] = []
@@ -37,7 +37,7 @@ def _factor(x: Tensor, labels: Labels) -> Operand:
     accepts="Shard of a batch dim, of the rows of the first, the columns of the second, or the contracted dim of both",
     result="same sharding; contracted dim: partial, all-reduced", collectives=_COLLECTIVES,
 )  # fmt: skip
-def _matmul(input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None = None) -> Call | None:
+def _matmul(input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None = None) -> OperatorCall | None:
     """Describe a product; ``mat2`` is mm's and bmm's name of the second factor. Numbers (0 dims) run on replicas."""
     other = mat2 if other is None else other
     if other is None:
@@ -46,14 +46,14 @@ def _matmul(input: Tensor, other: Tensor | None = None, *, mat2: Tensor | None =
     if labels is None:
         return None
     left, right, result = labels
-    return Call([_factor(input, left), _factor(other, right)], [result], lambda _, a, b: torch.matmul(a, b))
+    return OperatorCall([_factor(input, left), _factor(other, right)], [result], lambda _, a, b: torch.matmul(a, b))
 
 
 _REVERSED = "@ with a plain tensor on the left"
 
 
 @rule(Tensor.__rmatmul__, named=_REVERSED, accepts="as matmul", result="as matmul", collectives=_COLLECTIVES)
-def _rmatmul(input: Tensor, other: Tensor) -> Call | None:
+def _rmatmul(input: Tensor, other: Tensor) -> OperatorCall | None:
     return _matmul(other, input)
 
 
@@ -66,14 +66,14 @@ def _rmatmul(input: Tensor, other: Tensor) -> Call | None:
     collectives="batch dim: all-reduce of the gradients of weight and bias; column: all-reduce of the input's "
     "gradient; row: all-reduce, or reduce-scatter",
 )  # fmt: skip
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call | None:
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> OperatorCall | None:
     """Describe a linear layer: k is the contracted dim, n the outputs; the bias of a sharded k is added once."""
     if len(shape_of(weight)) != 2 or not len(shape_of(input)):
         return None
     batch = tuple(range(len(shape_of(input)) - 1))
     late = [] if bias is None else [Operand(bias, broadcast_labels(shape_of(bias), shape_of(weight)[:1], ("n",)))]
     operands = [_factor(input, (*batch, "k")), _factor(weight, ("n", "k"))]
-    call = by_weight(Call(operands, [(*batch, "n")], _linear_local, late=late), weight, index=1)
+    call = by_weight(OperatorCall(operands, [(*batch, "n")], _linear_local, late=late), weight, index=1)
     if late and len(batch) > 1 and call.scatter is None:
         # torch returns this result as a view, which cannot be reduced in place, so the flat rows are reduced.
         shape = (*shape_of(input)[:-1], shape_of(weight)[0])
@@ -105,7 +105,7 @@ class _OnFirstRank(torch.autograd.Function):
         return grad, None
 
 
-def by_weight(call: Call, weight: Tensor, index: int) -> Call:
+def by_weight(call: OperatorCall, weight: Tensor, index: int) -> OperatorCall:
     """Apply the compute spec of a weight: its sharding is used, and the result is gathered or reduce-scattered.
 
     ``index`` is the weight's place among the operands. A weight without a spec leaves the call as it is.
@@ -120,7 +120,7 @@ def by_weight(call: Call, weight: Tensor, index: int) -> Call:
     "addmm",
     accepts="as linear, for beta * input + alpha * (mat1 @ mat2)", result="as linear", collectives="as linear",
 )  # fmt: skip
-def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Call:
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> OperatorCall:
     """Describe ``beta * input + alpha * (mat1 @ mat2)``; the input is added once, after a sum over the ranks."""
     labels = broadcast_labels(shape_of(input), (shape_of(mat1)[0], shape_of(mat2)[1]), ("m", "n"))
 
@@ -134,4 +134,4 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha:
 
     operands = [_factor(mat1, ("m", "k")), _factor(mat2, ("k", "n"))]
     late = [Operand(input, labels)]
-    return by_weight(Call(operands, [("m", "n")], run, late=late, finish=finish), mat2, index=1)
+    return by_weight(OperatorCall(operands, [("m", "n")], run, late=late, finish=finish), mat2, index=1)

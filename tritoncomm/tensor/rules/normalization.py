@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritoncomm.tensor.layout import shape_of
-from tritoncomm.tensor.rules.engine import Call, Operand, Sharding
+from tritoncomm.tensor.rules.engine import Operand, OperatorCall, Sharding
 from tritoncomm.tensor.rules.table import rule
 
 __all__: list[str] = []
@@ -20,7 +20,7 @@ _COLLECTIVES = "all-reduce of the gradients of weight and bias"
 def _affine(
     input: Tensor, tensors: Sequence[Tensor | None], dims: Sequence[int], replicated: Sequence[int],
     local: Callable[..., Tensor],
-) -> Call:  # fmt: skip
+) -> OperatorCall:  # fmt: skip
     """Describe ``local(input, *tensors)``: each tensor is None or has the dims ``dims`` of the input."""
     labels = tuple(range(len(shape_of(input))))
     operands = [Operand(x, tuple(dims)) for x in tensors if x is not None]
@@ -29,10 +29,10 @@ def _affine(
         remaining = iter(rest)
         return local(x, *(None if each is None else next(remaining) for each in tensors))
 
-    return Call([Operand(input, labels), *operands], [labels], run, frozenset(replicated))
+    return OperatorCall([Operand(input, labels), *operands], [labels], run, frozenset(replicated))
 
 
-def _normalize(function: Any, input: Tensor, shape: Any, tensors: Sequence[Tensor | None], eps: Any) -> Call:
+def _normalize(function: Any, input: Tensor, shape: Any, tensors: Sequence[Tensor | None], eps: Any) -> OperatorCall:
     """Describe a normalization over the last dims, of the sizes ``shape``, which must not be sharded."""
     sizes, count = (shape,) if isinstance(shape, int) else tuple(shape), len(shape_of(input))
     dims = range(count - len(sizes), count)
@@ -43,12 +43,14 @@ def _normalize(function: Any, input: Tensor, shape: Any, tensors: Sequence[Tenso
 def _layer_norm(
     input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
     cudnn_enable: bool = True,
-) -> Call:  # fmt: skip
+) -> OperatorCall:  # fmt: skip
     return _normalize(F.layer_norm, input, normalized_shape, (weight, bias), eps)
 
 
 @rule(F.rms_norm, torch.rms_norm, accepts=_ACCEPTS, collectives=_COLLECTIVES)
-def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Call:
+def _rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> OperatorCall:
     return _normalize(F.rms_norm, input, normalized_shape, (weight,), eps)
 
 
@@ -61,7 +63,7 @@ def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None
 def _batch_norm(
     input: Tensor, running_mean: Any, running_var: Any, weight: Tensor | None = None, bias: Tensor | None = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
-) -> Call:  # fmt: skip
+) -> OperatorCall:  # fmt: skip
     """Describe a batch norm; in training no dim may be sharded, so the input is gathered."""
 
     def local(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:

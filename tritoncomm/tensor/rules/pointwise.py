@@ -14,8 +14,8 @@ from tritoncomm.tensor.distspec import ReplicaSpec
 from tritoncomm.tensor.elementwise import writes
 from tritoncomm.tensor.layout import is_colo, shape_of
 from tritoncomm.tensor.rules.engine import (
-    Call,
     Operand,
+    OperatorCall,
     Parts,
     broadcast_labels,
     broadcast_shapes,
@@ -56,7 +56,7 @@ def elementwise(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs
     target = kwargs.get("out", args[0] if writes(name) and args else None)
     if target is not None or writes(name):
         return _into(next((i for i, x in enumerate(tensors) if x is target), -1), operands, run, name)
-    return execute(Call(operands, [tuple(range(-len(shape), 0))], run))
+    return execute(OperatorCall(operands, [tuple(range(-len(shape), 0))], run))
 
 
 def _refuse_resizing(name: str, out: Any, tensors: list[Any]) -> None:
@@ -146,7 +146,7 @@ def _into(position: int, operands: list[Operand], run: Callable[..., Any], name:
     parts = tuple((like.labels[dim], count) for dim, count in of.partitions)
     if writes(name):
         operands = [each if each.tensor is target else _broadcast_ones(each, parts) for each in operands]
-    if not is_legal(Call(operands, [], run), parts):
+    if not is_legal(OperatorCall(operands, [], run), parts):
         others = [list(shape_of(each.tensor)) for each in operands]
         raise UnsupportedError(f"{name}: {others} cannot be sharded like {list(of.global_shape)}, {of.dist_spec}")
     with torch._C.DisableTorchFunctionSubclass():

@@ -23,7 +23,7 @@ from tritoncomm.errors import MismatchError, UnsupportedError
 from tritoncomm.tensor.distspec import shard_of
 from tritoncomm.tensor.layout import is_colo, shape_of
 from tritoncomm.tensor.process_group import ProcessGroup
-from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, replicated
+from tritoncomm.tensor.rules.engine import Operand, OperatorCall, Sharding, replicated
 from tritoncomm.tensor.rules.pointwise import keep
 from tritoncomm.tensor.rules.table import rule
 
@@ -164,12 +164,12 @@ def initialise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 
 
 @rule(F.dropout1d, F.dropout2d, F.dropout3d, named="dropout1d, 2d, 3d", accepts="Shard(batch) or Shard(channels)")
-def _channels(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Call | None:
+def _channels(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> OperatorCall | None:
     """Describe a dropout of whole channels: dims 0 and 1 may be sharded, the others belong to a channel."""
     count = len(shape_of(input))
     labels = tuple(range(count))
     if not training:
-        return Call([Operand(input, labels)], [labels], lambda _, x: x)
+        return OperatorCall([Operand(input, labels)], [labels], lambda _, x: x)
     if inplace or not is_colo(input) or count < 3:
         return None
     pg: ProcessGroup = input.process_group
@@ -179,4 +179,4 @@ def _channels(input: Tensor, p: float = 0.5, training: bool = True, inplace: boo
         with seeded_shard(seed, sharding, x.device):
             return F.dropout1d(x.flatten(2), p, True).view(x.shape)
 
-    return Call([Operand(input, labels)], [labels], run, frozenset(range(2, count)))
+    return OperatorCall([Operand(input, labels)], [labels], run, frozenset(range(2, count)))

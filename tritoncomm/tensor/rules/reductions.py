@@ -17,7 +17,7 @@ from tritoncomm.core.call import compare_arguments
 from tritoncomm.errors import ShapeError
 from tritoncomm.mappings.tensor_parallel import reduce_from
 from tritoncomm.tensor.layout import is_colo, shape_of
-from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, dtype_of_result, from_front
+from tritoncomm.tensor.rules.engine import Operand, OperatorCall, Sharding, dtype_of_result, from_front
 from tritoncomm.tensor.rules.pointwise import broadcast_operands
 from tritoncomm.tensor.rules.table import rule
 
@@ -70,7 +70,7 @@ def _dims_of(dim: Any, input: Tensor) -> tuple[int, ...]:
 def _reduce(
     input: Tensor, dims: Sequence[int], keepdim: bool, local: Callable[[Tensor], Any],
     across: Callable[[Sharding, Tensor], Any] | None = None, results: int = 1,
-) -> Call:  # fmt: skip
+) -> OperatorCall:  # fmt: skip
     """Describe a reduction by ``local``; if a reduced dim is sharded by ``across``, or by an all-reduce without it."""
     labels = tuple(range(len(shape_of(input))))
     # A kept dim has size 1 and no label.
@@ -79,20 +79,24 @@ def _reduce(
     def run(sharding: Sharding, x: Tensor) -> Any:
         return local(x) if across is None or not any(map(sharding.has, dims)) else across(sharding, x)
 
-    return Call([Operand(input, labels)], [left] * results, run, own=frozenset(dims if across is not None else ()))
+    return OperatorCall(
+        [Operand(input, labels)], [left] * results, run, own=frozenset(dims if across is not None else ())
+    )
 
 
 _MAX, _MIN = dist.ReduceOp.MAX, dist.ReduceOp.MIN
 
 
 @rule("sum", result="same sharding; summed dim: partial, all-reduced", collectives="summed dim: all-reduce")
-def _sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Call:
+def _sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> OperatorCall:
     dims = _dims_of(dim, input)
     return _reduce(input, dims, keepdim, lambda x: x.sum(dims, keepdim, dtype=dtype))
 
 
 @rule("mean", result="as sum", collectives="as sum")
-def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Call | None:
+def _mean(
+    input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> OperatorCall | None:
     """Describe a mean as a sum divided by the global size; dtypes other than floats run on replicas (None)."""
     shape, dims = shape_of(input), _dims_of(dim, input)
     if not shape or not (dtype or input.dtype).is_floating_point:
@@ -102,7 +106,7 @@ def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch
     return _reduce(input, dims, keepdim, lambda x: (x.sum(dims, keepdim, dtype=wide) / size).to(target))
 
 
-def _logical(input: Tensor, dim: Any, keepdim: bool, local: Any, op: Any) -> Call:
+def _logical(input: Tensor, dim: Any, keepdim: bool, local: Any, op: Any) -> OperatorCall:
     """Describe ``all`` (``op`` is MIN of 0 and 1) or ``any`` (MAX); ``local`` is torch's function."""
     dims = () if dim in ((), []) else _dims_of(dim, input)  # of no dims: of every element by itself
 
@@ -114,16 +118,18 @@ def _logical(input: Tensor, dim: Any, keepdim: bool, local: Any, op: Any) -> Cal
 
 
 @rule("all", result="as sum", collectives="reduced dim: all-reduce")
-def _all(input: Tensor, dim: Any = None, keepdim: bool = False) -> Call:
+def _all(input: Tensor, dim: Any = None, keepdim: bool = False) -> OperatorCall:
     return _logical(input, dim, keepdim, torch.all, _MIN)
 
 
 @rule("any", result="as sum", collectives="reduced dim: all-reduce")
-def _any(input: Tensor, dim: Any = None, keepdim: bool = False) -> Call:
+def _any(input: Tensor, dim: Any = None, keepdim: bool = False) -> OperatorCall:
     return _logical(input, dim, keepdim, torch.any, _MAX)
 
 
-def _on_all_ranks(input: Any, other: Any, local: Callable[[Tensor, Tensor], bool], broadcasts: bool) -> Call | None:
+def _on_all_ranks(
+    input: Any, other: Any, local: Callable[[Tensor, Tensor], bool], broadcasts: bool
+) -> OperatorCall | None:
     """Describe a call that returns whether ``local`` holds on all ranks, with one answer for all of them."""
     shard = next((x for x in (input, other) if is_colo(x) and x.partitions), None)
     if shard is None or not isinstance(input, Tensor) or not isinstance(other, Tensor):
@@ -146,7 +152,7 @@ def _on_all_ranks(input: Any, other: Any, local: Callable[[Tensor, Tensor], bool
         result = torch.tensor([holds], dtype=torch.uint8, device=shards[0].device)
         return bool(eager.all_reduce(result, sharding.group, "equal", _MIN))
 
-    return Call(operands, [tuple(range(-len(shape), 0))], run)
+    return OperatorCall(operands, [tuple(range(-len(shape), 0))], run)
 
 
 @rule(
@@ -154,20 +160,20 @@ def _on_all_ranks(input: Any, other: Any, local: Callable[[Tensor, Tensor], bool
     accepts="any sharding; a plain tensor of the local shape is a shard, any other is replicated",
     result="a bool, the same on every rank", collectives="all-reduce of one number",
 )  # fmt: skip
-def _equal(input: Tensor, other: Tensor) -> Call | None:
+def _equal(input: Tensor, other: Tensor) -> OperatorCall | None:
     return _on_all_ranks(input, other, torch.equal, broadcasts=False)
 
 
 @rule("allclose", accepts="as equal", result="as equal", collectives="as equal")
 def _allclose(
     input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
-) -> Call | None:
+) -> OperatorCall | None:
     local = partial(torch.allclose, rtol=rtol, atol=atol, equal_nan=equal_nan)
     return _on_all_ranks(input, other, local, broadcasts=True)
 
 
 @rule("count_nonzero", result="as sum", collectives="as sum")
-def _count(input: Tensor, dim: Any = None) -> Call:
+def _count(input: Tensor, dim: Any = None) -> OperatorCall:
     dims = _dims_of(dim, input)
     return _reduce(input, dims, False, lambda x: torch.count_nonzero(x, dims))
 
@@ -178,7 +184,7 @@ def _count(input: Tensor, dim: Any = None) -> Call:
 )  # fmt: skip
 def _norm(
     input: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
-) -> Call | None:
+) -> OperatorCall | None:
     """Describe a norm of vectors, along sharded dims too; norms of matrices and of no elements run on replicas."""
     power = 2 if p in (None, "fro") else p
     if isinstance(power, str) or not shape_of(input) or not input.is_floating_point() or not _has_order(input.dtype):
@@ -205,7 +211,7 @@ def _norm(
     return _reduce(input, dims, keepdim, local, across)
 
 
-def _compare(input: Tensor, dim: Any, keepdim: bool, smallest: bool) -> Call | None:
+def _compare(input: Tensor, dim: Any, keepdim: bool, smallest: bool) -> OperatorCall | None:
     """Describe amax or amin; ties share the gradient equally. Replicas take empty dims and dtypes without an order."""
     shape, dims = shape_of(input), _dims_of(dim, input)
     if not shape or not all(shape[d] for d in dims) or not _has_order(input.dtype):
@@ -267,7 +273,7 @@ class _MinMaxWithIndex(torch.autograd.Function):
         return out, None, None, None, None, None
 
 
-def _min_max(input: Tensor, dim: Any, keepdim: bool, smallest: bool, index_only: bool) -> Call | None:
+def _min_max(input: Tensor, dim: Any, keepdim: bool, smallest: bool, index_only: bool) -> OperatorCall | None:
     """Describe max or min along one dim, which return (values, indices), or the indices alone (``index_only``)."""
     shape = shape_of(input)
     if not isinstance(dim, int) or isinstance(dim, bool) or not shape or 0 in shape or not _has_order(input.dtype):
@@ -295,11 +301,11 @@ def _add_rules(smallest: bool) -> None:
     indices = "reduced dim: all-gather of the local maxima and indices"
 
     @rule(f"a{m}", result="as sum", collectives="as amax" if smallest else ties)
-    def describe_values(input: Tensor, dim: Any = (), keepdim: bool = False) -> Call | None:
+    def describe_values(input: Tensor, dim: Any = (), keepdim: bool = False) -> OperatorCall | None:
         return _compare(input, dim, keepdim, smallest)
 
     @rule(m, result="as sum", collectives="as max" if smallest else indices)
-    def describe(input: Tensor, dim: Any = None, keepdim: bool = False) -> Call | None:
+    def describe(input: Tensor, dim: Any = None, keepdim: bool = False) -> OperatorCall | None:
         if dim is None:
             return _compare(input, dim=None, keepdim=False, smallest=smallest)
         return _min_max(input, dim, keepdim, smallest, index_only=False)
@@ -307,7 +313,7 @@ def _add_rules(smallest: bool) -> None:
     accepts = "any sharding; without dim: 1-D only"  # with several dims, ties would need the global order
 
     @rule(f"arg{m}", accepts=accepts, result="as sum", collectives="as max")
-    def describe_index(input: Tensor, dim: Any = None, keepdim: bool = False) -> Call | None:
+    def describe_index(input: Tensor, dim: Any = None, keepdim: bool = False) -> OperatorCall | None:
         if dim is None:
             return _min_max(input, 0, keepdim, smallest, index_only=True) if len(shape_of(input)) == 1 else None
         return _min_max(input, dim, keepdim, smallest, index_only=True)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncomm.tensor.rules.engine import Call
+from tritoncomm.tensor.rules.engine import OperatorCall
 
 __all__ = ["ROWS", "RULES", "Row", "rule"]
 
-Describe = Callable[..., Call | None]
+Describe = Callable[..., OperatorCall | None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritoncomm.errors import ShapeError
 from tritoncomm.tensor.layout import shape_of, shares_storage
-from tritoncomm.tensor.rules.engine import Call, Operand, Sharding, broadcast_labels
+from tritoncomm.tensor.rules.engine import Operand, OperatorCall, Sharding, broadcast_labels
 from tritoncomm.tensor.rules.table import rule
 
 __all__: list[str] = []
@@ -27,35 +27,35 @@ def _getter(name: str) -> Any:
     return getattr(Tensor, name).__get__
 
 
-def _ordered(input: Tensor, permuted: Callable[[Tensor], Tensor]) -> Call:
+def _ordered(input: Tensor, permuted: Callable[[Tensor], Tensor]) -> OperatorCall:
     """Describe a permutation of dims; the sizes of a tensor whose dims have the sizes 1, 2, 3, ... show it."""
     labels = tuple(range(len(shape_of(input))))
     sizes = permuted(torch.empty([label + 1 for label in labels], device="meta")).shape
-    return Call([Operand(input, labels)], [tuple(size - 1 for size in sizes)], lambda _, x: permuted(x))
+    return OperatorCall([Operand(input, labels)], [tuple(size - 1 for size in sizes)], lambda _, x: permuted(x))
 
 
 @_renumbered("transpose", "swapaxes", "swapdims")
-def _transpose(input: Tensor, dim0: int, dim1: int) -> Call:
+def _transpose(input: Tensor, dim0: int, dim1: int) -> OperatorCall:
     return _ordered(input, lambda x: x.transpose(dim0, dim1))
 
 
 @_renumbered("t", _getter("T"), named="t, .T")
-def _t(input: Tensor, *_: Any) -> Call | None:
+def _t(input: Tensor, *_: Any) -> OperatorCall | None:
     return _ordered(input, torch.t) if len(shape_of(input)) <= 2 else None
 
 
 @_renumbered("adjoint", _getter("mT"), _getter("mH"), _getter("H"), named="adjoint, .mT, .mH, .H")
-def _adjoint(input: Tensor, *_: Any) -> Call | None:
+def _adjoint(input: Tensor, *_: Any) -> OperatorCall | None:
     return None if input.is_complex() or len(shape_of(input)) < 2 else _ordered(input, lambda x: x.mT)
 
 
 @_renumbered("permute")
-def _permute(input: Tensor, *dims: Any, **names: Any) -> Call:
+def _permute(input: Tensor, *dims: Any, **names: Any) -> OperatorCall:
     return _ordered(input, lambda x: x.permute(*dims, **names))
 
 
 @_renumbered("movedim", "moveaxis")
-def _movedim(input: Tensor, source: Any, destination: Any) -> Call:
+def _movedim(input: Tensor, source: Any, destination: Any) -> OperatorCall:
     return _ordered(input, lambda x: x.movedim(source, destination))
 
 
@@ -80,7 +80,7 @@ def _dims_by_size_before(shape: Sequence[int]) -> dict[int, int]:
     return {math.prod(shape[:dim]): dim for dim, size in enumerate(shape) if size > 1}
 
 
-def _viewed(input: Tensor, target: Sequence[int] | None, copies: bool = False) -> Call | None:
+def _viewed(input: Tensor, target: Sequence[int] | None, copies: bool = False) -> OperatorCall | None:
     """Describe ``input`` in the global shape ``target``, which may have one -1; None runs on replicas.
 
     Args:
@@ -119,7 +119,7 @@ def _viewed(input: Tensor, target: Sequence[int] | None, copies: bool = False) -
         return reshaped
 
     out = {old: sizes[new] for old, new in new_dims.items()}  # sizes in the result, by label
-    return Call(
+    return OperatorCall(
         [Operand(input, labels)], [tuple(map(old_dims.get, range(len(sizes))))], run, legal=legal, result_sizes=out
     )
 
@@ -147,27 +147,27 @@ def _hides_copy(
 
 
 @_reshaped("view", "view_as")
-def _view(input: Tensor, *arguments: Any, **names: Any) -> Call | None:
+def _view(input: Tensor, *arguments: Any, **names: Any) -> OperatorCall | None:
     return _viewed(input, _target(arguments, names))
 
 
 @_reshaped("reshape", "reshape_as")
-def _reshape(input: Tensor, *arguments: Any, **names: Any) -> Call | None:
+def _reshape(input: Tensor, *arguments: Any, **names: Any) -> OperatorCall | None:
     return _viewed(input, _target(arguments, names), copies=True)
 
 
-def _shaped(input: Tensor, reshaped: Callable[[Tensor], Tensor], copies: bool = False) -> Call | None:
+def _shaped(input: Tensor, reshaped: Callable[[Tensor], Tensor], copies: bool = False) -> OperatorCall | None:
     """Describe ``input`` in the shape that ``reshaped`` gives the global tensor."""
     return _viewed(input, reshaped(torch.empty(shape_of(input), device="meta")).shape, copies)
 
 
 @_reshaped("flatten")
-def _flatten(input: Tensor, start_dim: int = 0, end_dim: int = -1) -> Call | None:
+def _flatten(input: Tensor, start_dim: int = 0, end_dim: int = -1) -> OperatorCall | None:
     return _shaped(input, lambda x: x.flatten(start_dim, end_dim), copies=True)
 
 
 @_reshaped("unflatten")
-def _unflatten(input: Tensor, dim: int, sizes: Any) -> Call | None:
+def _unflatten(input: Tensor, dim: int, sizes: Any) -> OperatorCall | None:
     return None if _sizes((sizes,)) is None else _shaped(input, lambda x: x.unflatten(dim, sizes))
 
 
@@ -175,7 +175,7 @@ def _add_atleast(function: Any) -> None:
     """Add the rule of ``torch.atleast_1d``, ``atleast_2d`` or ``atleast_3d`` of one tensor."""
 
     @_renumbered(function)
-    def describe(*tensors: Any) -> Call | None:
+    def describe(*tensors: Any) -> OperatorCall | None:
         return _shaped(tensors[0], function) if len(tensors) == 1 and isinstance(tensors[0], Tensor) else None
 
 
@@ -184,17 +184,17 @@ for _function in (torch.atleast_1d, torch.atleast_2d, torch.atleast_3d):
 
 
 @_renumbered("squeeze")
-def _squeeze(input: Tensor, dim: Any = None) -> Call | None:
+def _squeeze(input: Tensor, dim: Any = None) -> OperatorCall | None:
     return _shaped(input, lambda x: x.squeeze() if dim is None else x.squeeze(dim))
 
 
 @_renumbered("unsqueeze")
-def _unsqueeze(input: Tensor, dim: int) -> Call | None:
+def _unsqueeze(input: Tensor, dim: int) -> OperatorCall | None:
     return _shaped(input, lambda x: x.unsqueeze(dim))
 
 
 @_renumbered("expand", "expand_as", "broadcast_to", accepts="any sharding of a dim that is not expanded")
-def _expand(input: Tensor, *arguments: Any, **names: Any) -> Call | None:
+def _expand(input: Tensor, *arguments: Any, **names: Any) -> OperatorCall | None:
     """Describe an expansion to sizes, or to the shape of a tensor; other arguments run on replicas (None)."""
     arguments = arguments or tuple(names[name] for name in ("size", "other") if name in names)
     is_like = len(arguments) == 1 and isinstance(arguments[0], Tensor)
@@ -214,4 +214,4 @@ def _expand(input: Tensor, *arguments: Any, **names: Any) -> Call | None:
         local = [sharding.shard(label)[1] if sharding.has(label) else size for label, size in pairs]
         return x.expand(local)
 
-    return Call([Operand(input, labels)], [result], run)
+    return OperatorCall([Operand(input, labels)], [result], run)
