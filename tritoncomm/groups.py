@@ -8,7 +8,6 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import lru_cache
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -471,13 +470,18 @@ def _group_of_mesh(mesh: DeviceMesh, dim: Any, name: str) -> ProcessGroup:
     return mesh.get_group(axis)
 
 
-@lru_cache(maxsize=64)
+_ascending: "WeakKeyDictionary[DeviceMesh, set[int]]" = WeakKeyDictionary()  # axes of a mesh, which holds its groups
+
+
 def _check_axis(mesh: DeviceMesh, axis: int, name: str) -> None:
     """Reject ranks that descend along an axis, once for each mesh: see ``check_ascending``."""
+    if axis in _ascending.get(mesh, ()):
+        return
     if mesh.ndim == 1:
         check_mesh(mesh, name)
     else:
         check_ascending(mesh.mesh, name, mesh, [axis])
+    _ascending.setdefault(mesh, set()).add(axis)
 
 
 def group_for(parallel_mode: Any, x: Tensor, name: str) -> ProcessGroup:

@@ -6,7 +6,7 @@ or computes with its local memory (``.data``, state by ``numel()``), would take 
 
 import inspect
 import warnings
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         warnings.warn(doubt, stacklevel=3)
 
 
-@cache
+@lru_cache(maxsize=256)
 def _verdict(kind: type[Optimizer]) -> str | None:
     """Return None for an element-wise optimizer, the reason to reject it, or an empty string for an unknown one."""
     for name, reason in _REFUSED.items():
