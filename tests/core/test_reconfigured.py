@@ -90,7 +90,7 @@ def test_global_ranks_that_torch_does_not_know_are_refused(
 
 
 def test_check_mode_begins_anew(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    noted: Any = check.Call(1, "f", "all_reduce", group.group_name, None, None, (), None, 0, 0, 0)
+    noted: Any = check.FlightCall(1, "f", "all_reduce", group.group_name, None, None, (), None, 0, 0, 0)
     member = check._member_of(group, noted)
     assert check._member_of(group, noted) is member
     monkeypatch.setattr(validation, "ranks_of", lambda *_: [0, 1])
