@@ -42,7 +42,7 @@ _SUM = ReduceOp.SUM
 _shape_of = attrgetter("shape")
 # The functional collectives that torch.compile traces wait at once, and sum.
 _all_gather_outside = outside_graphs(eager.all_gather)
-_reduce_scatter_outside = outside_graphs(eager.reduce_scatter)
+_reduce_scatter_eagerly = outside_graphs(eager.reduce_scatter)
 _all_reduce_outside = outside_graphs(eager.all_reduce)
 _all_to_all_outside = outside_graphs(eager.all_to_all_single)
 _rooted_outside = outside_graphs(eager.rooted)
@@ -146,16 +146,19 @@ def reduce_scatter(
     dim = checked_dim(tensor, dim, name)
     per_rank = normalize_sizes(sizes, name)
     if wire is None:
-        if accumulate or not (wire_between is exchange is scale is out is None):
-            given = {"wire_between": wire_between, "exchange": exchange, "scale": scale, "out": out}
-            options = [key for key, value in given.items() if value is not None] + ["accumulate"] * accumulate
-            raise ArgumentError(f"{name}: {', '.join(options)} needs wire, the dtype that travels")
-        call = _reduce_scatter_outside if async_op or op is not _SUM else eager.reduce_scatter
+        if accumulate or any(option is not None for option in (wire_between, exchange, scale, out)):
+            needs_wire = {"wire_between": wire_between, "exchange": exchange, "scale": scale, "out": out}
+            names = [key for key, value in needs_wire.items() if value is not None]
+            if accumulate:
+                names.append("accumulate")
+            raise ArgumentError(f"{name}: {', '.join(names)} needs wire, the dtype that travels")
+        call = _reduce_scatter_eagerly if async_op or op is not _SUM else eager.reduce_scatter
         return call(without_graph(tensor), dim, group, per_rank, name, op, async_op)
-    asked = wire, wire_between, exchange
+    options = wire_sum.WireOptions(wire, between=wire_between, exchange=exchange)
     return wire_sum.reduce_scatter(
-        without_graph(tensor), dim, group, per_rank, name, asked, op, async_op, scale, out, accumulate
-    )
+        without_graph(tensor), dim, group, per_rank, name, options, op, asynchronous=async_op, scale=scale, out=out,
+        accumulate=accumulate,
+    )  # fmt: skip
 
 
 def all_reduce(
@@ -184,8 +187,8 @@ def all_reduce(
     if wire is not None:
         if async_op:
             raise UnsupportedError("all_reduce: with wire there is no async_op: the result is gathered after the sum")
-        asked = wire, wire_between, exchange
-        return wire_sum.all_reduce(_own_or_detached(tensor), group, "all_reduce", asked, op, scale)
+        options = wire_sum.WireOptions(wire, wire_between, exchange)
+        return wire_sum.all_reduce(_own_or_detached(tensor), group, "all_reduce", options, op, scale)
     if wire_between is not None or exchange is not None or scale is not None:
         raise ArgumentError("all_reduce: wire_between, exchange and scale need wire, the dtype that travels")
     call = _all_reduce_outside if async_op or op is not _SUM else eager.all_reduce
@@ -303,8 +306,8 @@ def split_reduce_scatter(
     for i, x in enumerate(many):
         axes[i] = checked_dim(x, axes[i], name)
     if wire is not None:
-        asked = wire, wire_between, exchange
-        results = wire_sum.split_reduce_scatter(many, axes, group, name, asked, dtype, scale)
+        options = wire_sum.WireOptions(wire, wire_between, exchange)
+        results = wire_sum.split_reduce_scatter(many, axes, group, name, options, dtype, scale)
     elif wire_between is not None or exchange is not None:
         raise ArgumentError(f"{name}: wire_between and exchange need wire, the dtype that travels")
     else:

@@ -216,7 +216,7 @@ def listed_rows(
     if not index.is_contiguous() or tuple(index.shape) not in (lists, shape[:1]):
         raise ValueError(f"{name}: the index must be contiguous for {lists[0]} lists of {lists[1]}, not "
                          f"{tuple(index.shape)} by {index.stride()}")  # fmt: skip
-    wide = wide_type(name, rows.dtype, totals.dtype, True, True)
+    wide = wide_type(name, rows.dtype, totals.dtype, scaled=True, summed=True)
     assert wide is not None
     if weights is not None and (weights.dtype is not wide or weights.shape != lists):
         raise ValueError(f"{name}: weights must be {wide} {list(lists)}, not {weights.dtype} {list(weights.shape)}")
@@ -225,14 +225,15 @@ def listed_rows(
     if not lists[1]:
         raise ValueError(f"{name}: lists of no slots")
     for x in (rows, totals, *(() if behind is None else (behind,))):
-        if x.dim() != 2 or x.shape[1] != shape[1] or (x.stride(1) != 1 and shape[1] > 1 and x.shape[0]):
+        has_gaps = x.dim() == 2 and x.stride(1) != 1 and x.shape[1] > 1 and x.shape[0] > 0  # between elements of a row
+        if x.dim() != 2 or x.shape[1] != shape[1] or has_gaps:
             raise ValueError(f"{name}: rows must be contiguous and equally long, not {tuple(rows.shape)} by "
                              f"{rows.stride()} and {tuple(totals.shape)} by {totals.stride()}")  # fmt: skip
     if behind is not None and (behind.dtype is not rows.dtype or behind.is_neg()):
         raise TypeError(f"{name}: rows are of {rows.dtype} and {behind.dtype}, or a lazy view")
     if totals.shape[0] != lists[0]:
         raise ValueError(f"{name}: {lists[0]} lists do not fit {tuple(totals.shape)}")
-    return ListedRows(*lists, shape[0], shape[1], wide)
+    return ListedRows(lists=lists[0], slots=lists[1], rows=shape[0], row=shape[1], wide=wide)
 
 
 class OwnerSort(NamedTuple):

@@ -149,19 +149,19 @@ class Launch:
             _variants[key] = self._compile(scale, more)
         return _variants[key]
 
-    def _compile(self, scale: float, more: tuple[int, ...]) -> Variant | None:
+    def _compile(self, scale: float, integers: tuple[int, ...]) -> Variant | None:
         """Compile for the current device without launching; the values of the integers do not matter."""
-        sample = 2**40 if isinstance(scale, int) else scale  # so that an integer is taken for the 64 bits it has
+        sample = 2**40 if isinstance(scale, int) else scale  # a number that Triton takes for 64 bits
         # A dtype stands for a pointer: to 32-bit integers for a table that is a tuple, else to 64-bit ones.
         table = () if self.table is None else (torch.int32 if isinstance(self.table, tuple) else torch.int64,)
         compiled = self.kernel.warmup(
-            *(*self.types, *table, sample, *more, *self.arguments),
+            *(*self.types, *table, sample, *integers, *self.arguments),
             grid=(1,),
             num_warps=self.num_warps,
             enable_fp_fusion=False,
             **self.constants,
         )
-        if hasattr(compiled, "result"):
+        if hasattr(compiled, "result"):  # a future, where Triton compiles asynchronously
             compiled = compiled.result()
         return _entry(compiled)
 

@@ -35,16 +35,16 @@ def _rows_kernel(
         writes ``[9, 10, _, _]``.
     """
     pid = tl.program_id(0)
-    po = _divide(pid, blocks)
-    pk = pid - po * blocks
-    i = po * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    row_block = _divide(pid, blocks)
+    column_block = pid - row_block * blocks
+    near_row = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     lane = tl.arange(0, BLOCK_COLS)[None, :]
-    c, element = pk * (BLOCK_COLS // VEC) + lane // VEC, lane % VEC
-    at = tl.load(index_at.to(tl.pointer_type(INDEX)) + i, mask=i < count, other=-1).to(tl.int64)
-    is_row = (at >= 0) & (at < limit)
-    mask = (i < count) & (c < row)
-    far_ptr += (tl.where(is_row, at, 0) * stride_far + c) * VEC + element
-    near_ptr += (i.to(tl.int64) * stride_near + c) * VEC + element
+    unit, element = column_block * (BLOCK_COLS // VEC) + lane // VEC, lane % VEC
+    far_row = tl.load(index_at.to(tl.pointer_type(INDEX)) + near_row, mask=near_row < count, other=-1).to(tl.int64)
+    is_row = (far_row >= 0) & (far_row < limit)
+    mask = (near_row < count) & (unit < row)
+    far_ptr += (tl.where(is_row, far_row, 0) * stride_far + unit) * VEC + element
+    near_ptr += (near_row.to(tl.int64) * stride_near + unit) * VEC + element
     if SCATTER:
         tl.store(far_ptr, tl.load(near_ptr, mask=mask & is_row), mask=mask & is_row)
     else:

@@ -198,11 +198,11 @@ def _scale_dot_rows_kernel(
     pair = tl.load(pair_at.to(tl.pointer_type(INDEX)) + j).to(tl.int64)
     is_pair = (pair >= 0) & (pair < limit)
     pair = tl.where(is_pair, pair, 0)
-    source = pair // SLOTS
+    list_index = pair // SLOTS
     lane = tl.arange(0, LANES)
-    weights_ptr = weights_at.to(tl.pointer_type(WIDE)) + source * stride_weights + (pair - source * SLOTS)
+    weights_ptr = weights_at.to(tl.pointer_type(WIDE)) + list_index * stride_weights + (pair - list_index * SLOTS)
     weight = tl.load(weights_ptr, mask=is_pair, other=0)
-    x_ptr, y_ptr = lists_ptr + (source * stride_lists) * VEC + lane, rows_ptr + (j * stride_rows) * VEC + lane
+    x_ptr, y_ptr = lists_ptr + (list_index * stride_lists) * VEC + lane, rows_ptr + (j * stride_rows) * VEC + lane
     scaled_ptr = rows_ptr + (scaled + j * stride_scaled) * VEC + lane
     acc = tl.full([LANES], 0, WIDE)
     for block in range((row * VEC + LANES - 1) // LANES):

@@ -195,13 +195,14 @@ def _run(
     if not wire.is_cuda and not INTERPRETED:
         raise RuntimeError(f"{name}: {wire.device} tensors need a GPU or TRITON_INTERPRET=1")
     layouts, addresses = layouts_of(wire, tensors), tuple(map(Tensor.data_ptr, tensors))
-    at, every = wire.data_ptr(), reduce(or_, addresses, 0)  # ``every`` has each bit that an address has
-    alignment = tuple([address & 15 for address in addresses]) if every & 15 else None
-    launches, copied = _plan(name, segments, layouts, alignment, at & 15, scale is not None, accumulate, sums)
-    listed, values = _arguments(addresses, wire)
+    # Modulo 16 bytes, the widest access of a kernel; None if all are multiples.
+    alignment = tuple([address & 15 for address in addresses]) if reduce(or_, addresses, 0) & 15 else None
+    wire_alignment, has_scale = wire.data_ptr() & 15, scale is not None
+    launches, copied = _plan(name, segments, layouts, alignment, wire_alignment, has_scale, accumulate, sums)
+    address_list, address_values = _arguments(addresses, wire)
     for launch, wide in launches:
         factor = 1.0 if scale is None else scale_argument(checked_scale(name, scale, wide), wide)
-        launch(wire, listed, factor, *values)
+        launch(wire, address_list, factor, *address_values)
     return copied
 
 

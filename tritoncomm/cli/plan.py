@@ -207,21 +207,21 @@ def _unit(largest: int) -> tuple[int, str, int]:
     return (2**10, "KiB", 3) if largest >= 2**13 else (1, "bytes", 0)
 
 
-def _direction_table(direction: str, one: Movement) -> Table:
+def _direction_table(direction: str, movement: Movement) -> Table:
     """Return the steps of forward or backward as a table, with their total in the last row."""
-    size, unit, digits = _unit(max(one.bytes_copied, one.bytes_sent))
-    names = ("step", "path", "what")
+    unit_bytes, unit, digits = _unit(max(movement.bytes_copied, movement.bytes_sent))
+    names = ("step", "path", "what")  # columns of text, which fold
     headings = (*names, f"{unit}\ncopied", f"{unit}\nsent", "predicted\nus")
-    rows = table(f"{direction}: {list(one.shape)} -> {list(one.result)}", headings, names)
+    rows = table(f"{direction}: {list(movement.shape)} -> {list(movement.result)}", headings, names)
 
     def add(name: str, path: str, what: str, bytes_copied: int, bytes_sent: int, seconds: float) -> None:
         """Add a row, with bytes in the table's unit and the time in microseconds."""
-        amounts = (f"{amount / size:.{digits}f}" for amount in (bytes_copied, bytes_sent))
+        amounts = (f"{amount / unit_bytes:.{digits}f}" for amount in (bytes_copied, bytes_sent))
         rows.add_row(name, path, escape(what), *amounts, f"{seconds * 1e6:.1f}")
 
-    for step in one.steps:
+    for step in movement.steps:
         add(step.name, step.path, step.what, step.bytes_copied, step.bytes_sent, step.seconds)
     rows.add_section()
-    passes = f"{one.passes} pass{'' if one.passes == 1 else 'es'} over memory"
-    add("all", one.path, passes, one.bytes_copied, one.bytes_sent, sum(one.seconds))
+    passes = f"{movement.passes} pass{'' if movement.passes == 1 else 'es'} over memory"
+    add("all", movement.path, passes, movement.bytes_copied, movement.bytes_sent, sum(movement.seconds))
     return rows

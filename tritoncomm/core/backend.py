@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -61,8 +61,15 @@ __all__ = [
 ]
 
 Work = Any
-Transfer = tuple[bool, int, Tensor]
-"""One message: (whether this rank sends it, rank of the other end in the group, tensor)."""
+
+
+class Transfer(NamedTuple):
+    """One message between this rank and the rank ``peer`` of the group."""
+
+    is_send: bool
+    peer: int
+    tensor: Tensor
+
 
 _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = (
     ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
@@ -377,13 +384,14 @@ def send_and_receive(
     Args:
         sends, receives: (rank in the group, tensor) of every message.
     """
-    # Two disjoint sets of ranks exchange here; neighbouring stages of a pipeline use ``p2p.transport``.
-    transfers = [(False, peer, x) for peer, x in receives] + [(True, peer, x) for peer, x in sends]
-    tensors = [x for _, _, x in transfers]
+    # Receives first: as a rank of two disjoint sets sends or receives alone, no order of these can block.
+    transfers = [Transfer(False, peer, x) for peer, x in receives] + [Transfer(True, peer, x) for peer, x in sends]
+    tensors = [transfer.tensor for transfer in transfers]
     # Gloo would take meta tensors and send nothing.
     if any(x.is_meta for x in tensors):
         raise UnsupportedError(f"{name}: meta tensors have no data to send")
-    return _run(lambda: _Works(batch(transfers, group)), (), "exchange", group, name, True, tensors)
+    start = lambda: _Works(batch(transfers, group))  # noqa: E731
+    return _run(start, (), "exchange", group, name, asynchronous=True, buffers=tensors)
 
 
 def batch(transfers: Sequence[Transfer], group: ProcessGroup) -> list[Work]:

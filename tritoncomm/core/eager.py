@@ -203,7 +203,7 @@ def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: st
     """Return this rank's shard of ``dim``, a view of ``x`` where that is contiguous; nothing is sent."""
     if is_compiling():
         return compiled.traced(split, compiled.split, name)(x, dim, group, sizes, name)
-    span = enter(name, "split", group, x, (dim, sizes))
+    span = enter(name, "split", group, x, (dim, sizes))  # None over a group of one rank
     if span is None and sizes is None:
         return x
     world = world_of_one(x, name) if span is None else span.world
@@ -214,13 +214,13 @@ def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: st
             start, size = plan.split(x.shape, dim, world, group.rank(), sizes)
     except CommError as error:
         raise located(error, x.shape, name, group) from None
-    if span is None:
+    if span is None:  # only now, as a wrong list is wrong on one rank, too
         return x
     shard = x[start : start + size] if dim == 0 else x.narrow(dim, start, size)
     if shard.is_contiguous():
-        span.end("view", 0, 0)
+        span.end("view", bytes_copied=0, bytes_sent=0)
         return shard
-    span.end("torch", 2 * shard.nbytes, 0)
+    span.end("torch", bytes_copied=2 * shard.nbytes, bytes_sent=0)
     return shard.contiguous()
 
 

@@ -49,18 +49,20 @@ def plan_fused(
     """
     shards, start = [], 0
     for shape, dim in zip(shapes, dims, strict=True):
-        step = -(-shape[dim] // world)
-        longest = resized(shape, dim, step)
-        size = max(0, min(step, shape[dim] - rank * step))
-        stop = start + math.prod(longest)
-        shards.append(FusedShard(start, stop, longest, dim, None if size == step else size))
+        chunk_size = -(-shape[dim] // world)
+        padded_shape = resized(shape, dim, chunk_size)  # of every rank's shard, so that all parts of the wire are equal
+        own_size = max(0, min(chunk_size, shape[dim] - rank * chunk_size))
+        stop = start + math.prod(padded_shape)
+        size = None if own_size == chunk_size else own_size  # None: without padding
+        shards.append(FusedShard(start, stop, shape=padded_shape, dim=dim, size=size))
         start = stop
+    total = start  # elements of a rank's part of the wire
     blocks = [
         block
         for i, (shape, stride, shard) in enumerate(zip(shapes, strides, shards, strict=True))
-        for block in _blocks(i, shape, stride, shard, world, start, dtype.itemsize)
+        for block in _blocks(i, shape, stride, shard, world, total, dtype.itemsize)
     ]
-    return FusedPlan(Pass(blocks, [dtype] * len(shapes), start * world), tuple(shards))
+    return FusedPlan(Pass(blocks, [dtype] * len(shapes), elements=total * world), tuple(shards))
 
 
 def _blocks(

@@ -172,19 +172,27 @@ def row_stride(shape: Ints, stride: Ints, dim: int) -> int | None:
 
 
 def _blocks(splits: Sequence[Split], boxes: Sequence[_Box], order: Sequence[int], itemsize: int) -> tuple[Block, ...]:
-    """Return the blocks of a chunk's boxes, for a wire that has the ranks in this order."""
-    blocks, wire = [], 0
+    """Return the blocks of a chunk's boxes, for a wire that has the ranks in this order.
+
+    Example:
+        A contiguous ``[2, 6]`` in fp32, split along dim 1 over 2 ranks, in one box of all rows and columns: rank 0 has
+        columns 0 to 2, rank 1 columns 3 to 5. Blocks of ``(2, 3)`` by ``(6, 1)`` start at elements 0 and 3 of the
+        tensor, and at bytes 0 and 24 of the wire.
+    """
+    blocks, wire_byte = [], 0
     for rank in order:
         for box in boxes:
-            split, (first, count) = splits[box.tensor], box.columns[rank]
-            step = row_stride(split.shape, split.stride, split.dim)
-            assert step is not None  # of one column; callers have made other tensors contiguous
-            column = sum((split.lengths or ())[:rank]) + first
-            stride = (*(split.stride[: split.dim] or (0,)), step)
-            offset = sum(index * apart for index, apart in zip((*box.start, column), stride, strict=True))
-            size = (*box.size, count)
-            blocks.append(Block(box.tensor, size, stride, offset, wire, contiguous_stride(size)))
-            wire += math.prod(size) * itemsize
+            split = splits[box.tensor]
+            assert split.lengths is not None  # layouts have the sizes of all ranks
+            column_stride = row_stride(split.shape, split.stride, split.dim)
+            assert column_stride is not None  # callers have made tensors contiguous that no single stride walks
+            first, count = box.columns[rank]  # of the columns of the rank's shard
+            first_column = sum(split.lengths[:rank]) + first  # of the tensor's columns
+            outer_stride = split.stride[: split.dim] or (0,)  # a split of dim 0 has one outer index, 0
+            start, stride, size = (*box.start, first_column), (*outer_stride, column_stride), (*box.size, count)
+            offset = sum(index * step for index, step in zip(start, stride, strict=True))
+            blocks.append(Block(box.tensor, size, stride, offset, wire_byte, contiguous_stride(size)))
+            wire_byte += math.prod(size) * itemsize
     return _merged(blocks, itemsize)
 
 

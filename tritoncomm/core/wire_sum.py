@@ -30,8 +30,8 @@ from tritoncomm.record import CopyPath, Span
 
 __all__ = [
     "WIRES",
-    "Asked",
     "Wire",
+    "WireOptions",
     "all_reduce",
     "checked_wire",
     "chunk_elements",
@@ -45,8 +45,13 @@ _SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Chunks of a call, of at least so many bytes of the wire. Four are in memory: two that were packed, two that arrive.
 _CHUNKS, _LEAST = 12, 1 << 20
 
-Asked = tuple[Any, Any, Any]
-"""Arguments ``wire``, ``wire_between`` and ``exchange`` of a caller, not checked yet."""
+
+class WireOptions(NamedTuple):
+    """Arguments ``wire``, ``wire_between`` and ``exchange`` of a caller, not checked yet."""
+
+    dtype: Any
+    between: Any = None
+    exchange: Any = None
 
 
 class Wire(NamedTuple):
@@ -77,9 +82,9 @@ class Summed(NamedTuple):
     handle: backend.Handle | None
 
 
-def checked_wire(asked: Asked, group: ProcessGroup, name: str) -> Wire:
+def checked_wire(options: WireOptions, group: ProcessGroup, name: str) -> Wire:
     """Check the options of a wire, and return it."""
-    dtype, between, exchange = asked
+    dtype, between, exchange = options
     if dtype not in WIRES:
         raise ArgumentError(f"{name}: wire must be bfloat16 or float16, not {dtype!r:.80}")
     if between not in (None, torch.float32, *WIRES):
@@ -151,7 +156,7 @@ def reduce_scatter(
     group: ProcessGroup,
     sizes: Ints | None,
     name: str,
-    asked: Asked,
+    options: WireOptions,
     op: Any = ReduceOp.SUM,
     asynchronous: bool = False,
     scale: float | None = None,
@@ -166,7 +171,7 @@ def reduce_scatter(
         scratch: with ``asynchronous``, contiguous memory of the wire's dtype for what arrives.
     """
     world, rank = group.size(), group.rank()
-    wire, factor = checked_wire(asked, group, name), _checked_factor(op, scale, world, name)
+    wire, factor = checked_wire(options, group, name), _checked_factor(op, scale, world, name)
     _check_summed(x, name)
     try:
         sizes, shape = _shard_of(x.shape, dim, sizes, world, rank)
@@ -190,11 +195,11 @@ def reduce_scatter(
 
 @outside_graphs
 def all_reduce(
-    tensor: Tensor, group: ProcessGroup, name: str, asked: Asked, op: Any, scale: float | None = None
+    tensor: Tensor, group: ProcessGroup, name: str, options: WireOptions, op: Any, scale: float | None = None
 ) -> Tensor:
     """Run ``collective.all_reduce`` with a wire: each rank sums its part of the elements, then they are gathered."""
     world, rank = group.size(), group.rank()
-    wire, factor = checked_wire(asked, group, name), _checked_factor(op, scale, world, name)
+    wire, factor = checked_wire(options, group, name), _checked_factor(op, scale, world, name)
     _check_summed(tensor, name)
     span = enter(name, "wire_sum", group, tensor, (None, None, op, *wire.words, factor, None)) or Span(name)
     out = ops.resolved(tensor).contiguous()
@@ -228,13 +233,13 @@ def split_reduce_scatter(
     axes: Sequence[int],
     group: ProcessGroup,
     name: str,
-    asked: Asked,
+    options: WireOptions,
     dtype: torch.dtype | None = None,
     scale: float | None = None,
 ) -> list[Tensor]:
     """Run ``collective.split_reduce_scatter`` with a wire; return this rank's shard of each tensor."""
     world, rank = group.size(), group.rank()
-    wire, factor = checked_wire(asked, group, name), _checked_factor(ReduceOp.SUM, scale, world, name)
+    wire, factor = checked_wire(options, group, name), _checked_factor(ReduceOp.SUM, scale, world, name)
     for x in many:
         _check_summed(x, name)
     result = many[0].dtype if dtype is None else dtype

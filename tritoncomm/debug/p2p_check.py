@@ -122,26 +122,26 @@ class CheckedHop:
     def meet(self, key: str, in_helper: bool = False) -> None:
         """Wait for the other end of transfer ``key``, at most ``LONGEST_WAIT`` seconds; raise on a closed channel.
 
-        ``in_helper``: the calling thread makes no calls of its own.
+        ``in_helper``: the caller is a helper thread, so that this rank's own thread may be inside another call.
         """
         if key not in self._transfers:
             return
         transfer, store = self._transfers[key], self._store
 
         def ready() -> bytes | None:
-            # The peer's key first: an end that closes the channel sets keys of its later steps after the verdict. In
-            # the other order this rank could miss the verdict and then take such a key for an open channel's.
-            theirs = store.get(transfer.peer_key)
-            return store.get(transfer.verdict) or theirs
+            # An end that closes the channel writes the verdict first, then keys of its later steps. So the peer's key
+            # is read first: a key that is there without a verdict behind it is that of an open channel.
+            peer_content = store.get(transfer.peer_key)
+            return store.get(transfer.verdict) or peer_content
 
         # No error if the other end is late: the transfer itself waits for it, up to the group's timeout. Meanwhile
         # other ranks can read this rank's whereabouts. A peer's key is a JSON list, and a verdict is plain text;
         # ``problem`` compares the contents after the transfer.
-        found = _poll(ready, Stall(store, transfer.mine, in_helper=in_helper))
-        if found is None:
+        content = _poll(ready, Stall(store, transfer.mine, in_helper=in_helper))
+        if content is None:
             store.publish(transfer.mine)
-        elif not found.startswith(b"["):
-            text = _with_remedy(found.decode())
+        elif not content.startswith(b"["):
+            text = _with_remedy(content.decode())
             self.give_up(text)
             raise MismatchError(f"{self._name}: {text}")
 

@@ -222,22 +222,25 @@ class PlannedCall:
         return self._layout("pack", split, split.is_wire)
 
     def _layout(self, name: str, split: Split, is_wire: bool) -> Step:
-        """Return the step of a pack or unpack of a tensor; none moves if ``is_wire``."""
-        shape, size = split.shape, self.dtype.itemsize
+        """Return the step of a pack or unpack of a tensor; nothing is copied if the tensor ``is_wire`` already."""
+        shape, itemsize = split.shape, self.dtype.itemsize
         if is_wire:
             return self.local(name, f"{list(shape)} is already in rank order (no copy)", 0)
-        flat, ranks = f"[{split.outer * split.row}]", f"[{self.world}, {split.outer}, {split.run}]"
-        ends = f"{list(shape)} along dim {split.dim}", f"wire {ranks if split.sizes is None else flat}"
-        text = " -> ".join(ends if name == "pack" else (ends[1], ends[0]))
-        copied, unit, walked = 2 * self.nbytes(shape), split.unit(size), split.walked
-        path = self.path(name, self.nbytes(shape), unit)
-        if walked is None:  # no kernel reads it
+        wire_shape = [self.world, split.outer, split.run] if split.sizes is None else [split.outer * split.row]
+        tensor, wire = f"{list(shape)} along dim {split.dim}", f"wire {wire_shape}"
+        text = f"{tensor} -> {wire}" if name == "pack" else f"{wire} -> {tensor}"
+        copied = 2 * self.nbytes(shape)
+        kernel_split = split.walked
+        if kernel_split is None:
             return self._copied(name, text, copied)
+        unit = split.unit(itemsize)
+        path = self.path(name, self.nbytes(shape), unit)
         if path != "triton" or not copied:
             return self.local(name, text, copied, path)
-        # With sizes the run is the longest.
-        cols = walked.run if walked.lengths is not None else walked.world * walked.run
-        tile = config_for(name, unit, walked.outer, cols * size, device_name=self.device_name, sm_count=self.sm_count)
+        # Tiles divide a row with its padding; with sizes the largest shard of a row.
+        cols = kernel_split.run if kernel_split.lengths is not None else kernel_split.world * kernel_split.run
+        gpu = {"device_name": self.device_name, "sm_count": self.sm_count}
+        tile = config_for(name, unit, kernel_split.outer, cols * itemsize, **gpu)
         tile_text = f"{tile.block_rows} x {tile.block_cols} B, {tile.num_warps} warps, {unit} B per access"
         return self.local(name, text, copied, path, tile_text, origin_of(name, unit, self.device_name, self.sm_count))
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from tritoncomm import collective
 from tritoncomm.core import backend
 from tritoncomm.core.node_exchange import Levels
-from tritoncomm.core.wire_sum import checked_wire
+from tritoncomm.core.wire_sum import WireOptions, checked_wire
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.integrations.changes import Changes
 from tritoncomm.parsing import counted, dtype_name
@@ -248,4 +248,5 @@ def _check(label: str, group: Any, options: _Options, name: str) -> None:
             f"{policy.reduce_dtype or 'the same dtype'}: a wire in {options.wire} needs "
             f"MixedPrecisionPolicy(param_dtype={options.wire}, reduce_dtype=torch.float32)"
         )
-    checked_wire((options.wire, options.wire_between, options.exchange), group._reduce_scatter_process_group, name)
+    wire = WireOptions(options.wire, options.wire_between, options.exchange)
+    checked_wire(wire, group._reduce_scatter_process_group, name)

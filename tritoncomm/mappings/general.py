@@ -57,12 +57,17 @@ class _ReduceScatterDim(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input_: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, asked: wire_sum.Asked | None
+        ctx: Any,
+        input_: Tensor,
+        dim: int,
+        group: ProcessGroup,
+        sizes: Ints | None,
+        options: wire_sum.WireOptions | None,
     ) -> Tensor:
         ctx.dim, ctx.group, ctx.sizes = dim, group, sizes
-        if asked is None:
+        if options is None:
             return eager.reduce_scatter(input_, dim, group, sizes, "reduce_scatter_dim")
-        return wire_sum.reduce_scatter(input_, dim, group, sizes, "reduce_scatter_dim", asked)
+        return wire_sum.reduce_scatter(input_, dim, group, sizes, "reduce_scatter_dim", options)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -155,7 +160,7 @@ def reduce_scatter_dim(
     group = checked(input_, group, name)
     dim, per_rank = checked_dim(input_, dim, name), normalize_sizes(sizes, name)
     if wire is not None:
-        return _reduce_scatter_over_wire(input_, dim, group, per_rank, (wire, None, exchange))
+        return _reduce_scatter_over_wire(input_, dim, group, per_rank, wire_sum.WireOptions(wire, exchange=exchange))
     if exchange is not None:
         raise ArgumentError(f"{name}: exchange needs wire, the dtype that travels")
     if wants_grad(input_):
@@ -165,12 +170,12 @@ def reduce_scatter_dim(
 
 @outside_graphs
 def _reduce_scatter_over_wire(
-    input_: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, asked: wire_sum.Asked
+    input_: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, options: wire_sum.WireOptions
 ) -> Tensor:
     """Run ``reduce_scatter_dim`` with a wire."""
     if wants_grad(input_):
-        return _ReduceScatterDim.apply(input_, dim, group, sizes, asked)
-    return wire_sum.reduce_scatter(without_graph(input_), dim, group, sizes, "reduce_scatter_dim", asked)
+        return _ReduceScatterDim.apply(input_, dim, group, sizes, options)
+    return wire_sum.reduce_scatter(without_graph(input_), dim, group, sizes, "reduce_scatter_dim", options)
 
 
 def split_dim(

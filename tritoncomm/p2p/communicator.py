@@ -142,14 +142,15 @@ class P2PCommunicator:
     ) -> tuple[Tensor | None, Tensor | None, Any]:
         """Make up to four transfers at once; return (from the previous stage, from the next stage, handles).
 
-        The handles are None once waited for. They are a dict, or with ``batch_p2p_comm`` an empty list, where nothing
-        was posted, and a dict by key without ``wait_on_reqs``.
+        The handles are None once waited for; without ``wait_on_reqs`` a dict by key. Where nothing was posted they are
+        an empty dict, or an empty list with ``batch_p2p_comm``, as Megatron returns them.
         """
         outgoing = _present(tensor_send_next, tensor_send_prev)
         receives = _keys(recv_prev, recv_next)
         received, handles = self._exchange("_communicate", outgoing, receives, tensor_shape, wait_on_reqs)
         if handles is not None and getattr(self.config, "batch_p2p_comm", True):
-            handles = list(handles)  # of an empty dict: a batch is waited for
+            assert not handles  # batches are always waited for
+            handles = []
         return received.get("recv_prev"), received.get("recv_next"), handles
 
     def _communicate_shapes(

@@ -80,7 +80,7 @@ def length(words: Sequence[int]) -> int:
 
 def decode(words: Sequence[int]) -> Specs:
     """Decode all words of a header, padding included, into the shapes and dtypes that ``encode`` wrote."""
-    end, at = length(words), _FIXED
+    end, stop = length(words), _FIXED  # words of the header, and of the part that is decoded
     if len(words) != max(end, WORDS) or any(words[end:]):
         raise MismatchError(f"a header of {end} words arrived in {len(words)}, or with non-zero padding")
     count = words[2]
@@ -88,22 +88,25 @@ def decode(words: Sequence[int]) -> Specs:
         raise MismatchError(f"a header of {end} words cannot announce {count} tensors")
     specs = []
     for i in range(count):
-        if at + _PER_TENSOR > end:
+        if stop + _PER_TENSOR > end:
             raise MismatchError(f"a header ends before tensor {i} of {count}")
-        code, dims = words[at : at + _PER_TENSOR]
-        at += _PER_TENSOR + dims
-        if not 0 <= dims <= MAX_DIMS or at > end:
+        code, dims = words[stop : stop + _PER_TENSOR]
+        first = stop + _PER_TENSOR
+        if not 0 <= dims <= MAX_DIMS or first + dims > end:
             raise MismatchError(f"a header announces {dims} dims for tensor {i}, more than it has words for")
-        shape = tuple(words[at - dims : at])
+        stop = first + dims
+        shape = tuple(words[first:stop])
         if not _is_possible(shape):
             raise MismatchError(f"a header announces the shape {list(shape)} for tensor {i}, which no tensor has")
         dtype = _DTYPES[code] if 0 <= code < len(_DTYPES) else None
         if dtype is None:
-            named = _NAMES[code] if 0 <= code < len(_NAMES) else f"number {code}"
-            raise MismatchError(f"a header announces a dtype for tensor {i} that this torch does not know: {named}")
+            dtype_name = _NAMES[code] if 0 <= code < len(_NAMES) else f"number {code}"
+            raise MismatchError(
+                f"a header announces a dtype for tensor {i} that this torch does not know: {dtype_name}"
+            )
         specs.append((shape, dtype))
-    if at != end:
-        raise MismatchError(f"a header of {end} words describes {count} tensors in {at}")
+    if stop != end:
+        raise MismatchError(f"a header of {end} words describes {count} tensors in {stop}")
     return tuple(specs)
 
 

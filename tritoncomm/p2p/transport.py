@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from tritoncomm import record
 from tritoncomm.core.backend import (
     InFlight,
+    Transfer,
     advice,
     batch,
     is_backend_error,
@@ -194,7 +195,7 @@ def _post_batch(directions: list[Direction], name: str, wires: dict[str, Tensor]
     """Start the transfers of ``directions``, which share one group, in one call of the backend; return handles."""
     first = directions[0]
     group = first.group() or _alive(first.group)
-    transfers = [(each.is_send, each.group_peer, wires[each.key]) for each in directions]
+    transfers = [Transfer(each.is_send, each.group_peer, wires[each.key]) for each in directions]
     try:
         works = batch(transfers, group)
     except RuntimeError as error:

@@ -218,9 +218,10 @@ def reshard_plan(
         members = tuple(ranks)
         if rank not in members:
             raise GroupError(f"reshard_plan: rank {rank!r} is not among the ranks {list(members)}")
-        participants = Participants(None, members, members.index(rank))
+        participants = Participants(group=None, ranks=members, position=members.index(rank))
     options: dict[str, Any] = {"dtype": dtype, "bucket_bytes": bucket_bytes, "grad": grad}
-    return planned("reshard_plan", participants, tensors, source, target, **options)[1]
+    _request, plan = planned("reshard_plan", participants, tensors, source, target, **options)
+    return plan
 
 
 def planned(

@@ -202,14 +202,15 @@ class Gradients:
         whole, parts = self.whole.loss, [run.loss for run in self.ranks if run.loss is not None]
         if whole is None or not parts:
             return
+        # A loss of 0 fits every relation, so that it is compared only where a rank's is not finite.
         if not is_telling(whole) and all(bool(x.isfinite().all()) for x in parts):
             return
         self.ledger.count("loss")
-        self.ledger.counts["outputs"] += 1
+        self.ledger.counts["outputs"] += 1  # the report counts a loss among the outputs
         values = Values.of(whole, parts, self.bounds.of_loss(whole))
         if find(*values).relation is None:
             losses = ", ".join(f"{float(x.mean()):.6g}" for x in parts)
             is_like = all(x.shape == whole.shape for x in parts)
-            factor = factor_of(values.parts, [values.whole] * len(parts), values.bound) if is_like else None
-            reason = factor or "neither equal nor its mean or addends"
+            factor_text = factor_of(values.parts, [values.whole] * len(parts), values.bound) if is_like else None
+            reason = factor_text or "neither equal nor its mean or addends"
             self.ledger.add("", f"the loss is {float(whole.mean()):.6g}, here {losses}: {reason}")

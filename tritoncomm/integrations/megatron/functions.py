@@ -106,11 +106,11 @@ class ReduceScatterWithFP32Accumulation:
             more = {} if scratch is None else {"all_to_all_output_tensor": scratch}
             return self._theirs(output_tensor, input_tensor, op, group, async_op, **more)
         name = "reduce_scatter_with_fp32_accumulation"
-        asked = (input_tensor.dtype, None, "flat")
+        options = wire_sum.WireOptions(input_tensor.dtype, exchange="flat")
         if scratch is not None and (scratch.dtype, scratch.shape) != (input_tensor.dtype, input_tensor.shape):
             raise ArgumentError(f"{name}: all_to_all_output_tensor must be like the input, not {list(scratch.shape)}")
         _, handle = wire_sum.reduce_scatter(
-            input_tensor.view(-1), 0, ranks, None, name, asked, asynchronous=True, out=output_tensor.view(-1),
+            input_tensor.view(-1), 0, ranks, None, name, options, asynchronous=True, out=output_tensor.view(-1),
             scratch=None if scratch is None else scratch.view(-1),
         )  # fmt: skip
         if async_op:

@@ -169,14 +169,15 @@ class TrainedLinear:
         if not (allreduce_dgrad or sequence_parallel):
             if bias is None and input.is_contiguous():
                 return matmul(input, weight)  # autograd's own derivative has the same products, and no Python in it
-            return _Linear.apply(input, weight, bias, False, None, None)  # no collectives: no group, no buffers
+            # Without collectives: allreduce_dgrad, group and buffers.
+            return _Linear.apply(input, weight, bias, False, None, None)
         if allreduce_dgrad and sequence_parallel:
             raise ArgumentError(f"{LINEAR}: allreduce_dgrad and sequence_parallel exclude each other")
         if tp_group is None:
             tp_group = self._resolve_group(None)
         if not self.warned and not is_compiling():
             self.warned = True
-            _warn_of_connections(self._frames)
+            _warn_of_launch_order(self._frames)
         buffers = self.buffers if sequence_parallel else None
         if torch.is_grad_enabled():
             return _Linear.apply(input, weight, bias, allreduce_dgrad, tp_group, buffers)
@@ -254,7 +255,7 @@ def linear_functions(
     return function, LinearWithGradAccumulationAndAsyncCommunication.over(linear_class, function)
 
 
-def _warn_of_connections(frames: int) -> None:
+def _warn_of_launch_order(frames: int) -> None:
     """Warn unless CUDA starts kernels in the order of their launches; ``frames`` are between here and the caller."""
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
         warnings.warn(

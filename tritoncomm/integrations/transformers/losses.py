@@ -259,7 +259,10 @@ def _is_same(x: Any, wanted: Any) -> bool:
 
 
 def _is_sum(call: LossCall) -> bool:
-    """Whether a loss function is a sum over labels: equal for four labels in another order, double for all twice.
+    """Whether a loss function is a sum over the tokens of ``shift_labels``, as shards of a sequence need it.
+
+    It gets the first four tokens of a call again. With ``shift_labels`` it has to ignore ``labels``: other ``labels``
+    leave the loss. And it has to divide by ``num_items_in_batch`` alone: twice the tokens by the same number double it.
 
     Args:
         call: a call of it, whose other arguments it gets again.
@@ -295,9 +298,11 @@ def _is_sum(call: LossCall) -> bool:
             return call.function(*args, **kwargs)
 
     loss = loss_of(1, targets)
-    relabelled = loss_of(1, targets.flip(1))
-    double = loss_of(2, targets)
-    return torch.allclose(loss, relabelled, 1e-5, 0) and torch.allclose(2 * loss, double, 1e-5, 0)
+    of_other_labels = loss_of(1, targets.flip(1))  # its ``shift_labels`` are the same
+    of_twice_the_tokens = loss_of(2, targets)
+    # fp32, whose sums of some values differ by less than 1e-5 of them.
+    ignores_labels = torch.allclose(loss, of_other_labels, rtol=1e-5, atol=0)
+    return ignores_labels and torch.allclose(2 * loss, of_twice_the_tokens, rtol=1e-5, atol=0)
 
 
 def _wrong_function(call: LossCall) -> str | None:

@@ -152,11 +152,12 @@ def keywords(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mask_of_layers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes the padding mask of recurrent layers: over shards that of the batch."""
+    """Return a function that makes the padding mask of recurrent layers; over shards it returns the batch's mask."""
 
     @wraps(original)
     def mask(config: Any, *args: Any, **kwargs: Any) -> Any:
-        # Checkpointing keeps arguments of layers, and they come in the recomputation, too; a global would not be right.
+        # Layers get the mask as an argument, which checkpoints keep, so that a recomputation sees the same mask; a
+        # global might be another batch's by then.
         forward = forwards.innermost()
         model: Any = None if forward is None else forward.model()
         if (
