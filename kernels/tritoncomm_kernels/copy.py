@@ -112,9 +112,13 @@ def plain_copy(
     if device < 0 and not INTERPRETED:
         return None, 0
     outer, run = math.prod(shape[:-1]), shape[-1] // world
-    wire = (world, outer, run), (outer * run, run, 1)
-    # By position, as in ``_run``, because both share the cache: no sizes, no scale, no accumulation, the default tile.
-    return _plan(name, device, dtype, dtype, alignment, shape, stride, *wire, None, False, False, None)[:2]
+    wire_shape, wire_stride = (world, outer, run), (outer * run, run, 1)
+    # By position, as in ``_run``: a cache takes equal arguments by position and by name for different ones. The last
+    # four are no sizes, no scale, no accumulation, the default tile.
+    launch, nbytes, _ = _plan(
+        name, device, dtype, dtype, alignment, shape, stride, wire_shape, wire_stride, None, False, False, None
+    )
+    return launch, nbytes
 
 
 def _run(

@@ -57,12 +57,12 @@ def _sum_rows_kernel(
         Program 1 writes ``[_, _, 1.5, 2.0]``.
     """
     pid = tl.program_id(0)
-    po = _divide(pid, blocks)
-    pk = pid - po * blocks
-    i = po * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    row_block = _divide(pid, blocks)
+    column_block = pid - row_block * blocks
+    i = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     lane = tl.arange(0, BLOCK_COLS)[None, :]
-    c, element = pk * (BLOCK_COLS // VEC) + lane // VEC, lane % VEC
-    in_lists, mask = i < count, (i < count) & (c < row)
+    unit, element = column_block * (BLOCK_COLS // VEC) + lane // VEC, lane % VEC
+    in_lists, mask = i < count, (i < count) & (unit < row)
     index_ptr = index_at.to(tl.pointer_type(INDEX)) + i.to(tl.int64) * SLOTS
     weights_ptr = weights_at.to(tl.pointer_type(WIDE)) + i.to(tl.int64) * stride_weights
     acc = tl.full([BLOCK_ROWS, BLOCK_COLS], 0, WIDE)
@@ -71,15 +71,15 @@ def _sum_rows_kernel(
         if HAS_BEHIND:  # one pointer for both: its alignment is known, and that of an integer is not
             is_row = (source >= 0) & (source < total)
             start = tl.where(source < limit, source * stride_rows, behind + (source - limit) * stride_behind)
-            offset = (tl.where(is_row, start, 0) + c) * VEC + element
+            offset = (tl.where(is_row, start, 0) + unit) * VEC + element
         else:
             is_row = (source >= 0) & (source < limit)
-            offset = (tl.where(is_row, source, 0) * stride_rows + c) * VEC + element
+            offset = (tl.where(is_row, source, 0) * stride_rows + unit) * VEC + element
         part = widen(tl.load(rows_ptr + offset, mask=mask & is_row, other=0), WIDE)
         if HAS_WEIGHTS:
             part *= tl.load(weights_ptr + slot, mask=in_lists & is_row, other=0)
         acc += part
-    out_ptr += (i.to(tl.int64) * stride_out + c) * VEC + element
+    out_ptr += (i.to(tl.int64) * stride_out + unit) * VEC + element
     tl.store(out_ptr, narrow(acc, out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -181,7 +181,7 @@ ATTENTION, ROWS = (2, 64, 8, 16), (64, 32)
         ("conv_halo", (2, 3, 8), {"taps": 2}, {"dims": (0,)}, ArgumentError, "dim 1 or 2"),
         ("conv_halo", (2, 3, 8), {"taps": 2}, {"out_sizes": (4, 4)}, ArgumentError, "no sizes of what comes"),
         ("dispatch", ROWS, {}, {}, ArgumentError, "the number of experts of a token"),
-        ("dispatch", ROWS, {"topk": 2}, {"sizes": (1, 2)}, ArgumentError, "or neither"),
+        ("dispatch", ROWS, {"topk": 2}, {"sizes": (1, 2)}, ArgumentError, "from each rank, or neither"),
         ("dispatch", ROWS, {"topk": 2}, {"sizes": (1, 2), "out_sizes": (2, 2)}, ShapeError, "as many for this rank"),
         ("combine", ROWS, {"topk": 2}, {"sizes": (65, 2), "out_sizes": (65, 2)}, ShapeError, "at most 64 rows"),
         ("reduce_scatter", ROWS, {"wire": torch.float32}, {}, ArgumentError, "must be bfloat16 or float16"),

@@ -73,5 +73,6 @@ def collective_seconds(kind: str, bytes_sent: int, world: int, rates: Rates, byt
     if kind == "all-to-all":
         outside = busiest * max(world - rates.node, 0) // (world - 1)
         return rates.latency + max((busiest - outside) / rates.link, outside / rates.network)
+    # A ring enters and leaves each node once, by the network ports of all its ranks.
     bandwidth = rates.link if world <= rates.node else min(rates.link, rates.node * rates.network)
     return _STEPS[kind] * (world - 1) * rates.latency + busiest / bandwidth

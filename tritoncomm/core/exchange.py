@@ -105,23 +105,26 @@ class Exchange(NamedTuple, Generic[_Pack, _Unpack]):
             outs: tensors to fill; new contiguous ones by default.
             asynchronous: run the all-to-all on the backend's own stream. The results are waited for in any case.
         """
-        wire, path, copied = self.pack.pack(tensors)
+        wire, pack_path, copied = self.pack.pack(tensors)
         if self.send_counts:
             wire = wire.view(-1)  # counts are of elements
-        shape = self.shapes[0] if self.unpack is None else None  # what arrives is the result, no view of another tensor
-        flight = all_to_all(wire, self.send_counts, self.recv_counts, group, span.name, None, asynchronous, shape)
+        shape = self.shapes[0] if self.unpack is None else None  # the result itself arrives, in its own shape
+        flight = all_to_all(
+            wire, self.send_counts, self.recv_counts, group, span.name, asynchronous=asynchronous, shape=shape
+        )
         if flight.work is not None:
             flight.work.wait()
         recv_wire = flight.recv_wire
         del wire, flight  # the sent bytes are freed before the results are allocated
         if self.unpack is None:
-            span.end(path, copied, self.bytes_sent)
+            span.end(pack_path, copied, self.bytes_sent)
             return [recv_wire]
         if outs is None:
-            outs, way, unpacked = self.unpack.results(recv_wire, self.shapes)
+            outs, unpack_path, unpacked = self.unpack.results(recv_wire, self.shapes)
         else:
-            _, way, unpacked = self.unpack.unpack(recv_wire, outs)
-        span.end(way if path == "view" else path, copied + unpacked, self.bytes_sent)
+            _, unpack_path, unpacked = self.unpack.unpack(recv_wire, outs)
+        path = unpack_path if pack_path == "view" else pack_path  # of a pass that copies
+        span.end(path, copied + unpacked, self.bytes_sent)
         return outs
 
     def start(

@@ -184,11 +184,13 @@ def reduce_scatter(
         raise ArgumentError(f"{name}: accumulate needs out, what is added to")
     compare_arguments(name, group, async_op=asynchronous)  # which decides the lengths of chunks
     span = enter(name, "wire_sum", group, x, ((dim,), sizes, op, *wire.words, factor, accumulate)) or Span(name)
-    handed = result if asynchronous else None
+    handle_result = result if asynchronous else None
     flat = result.view(-1)
-    if out is not None:  # before the handle: it may lie in the tensor
+    if out is not None:  # before a handle exists that autograd could see: ``out`` may be a view of ``x``
         torch.autograd.graph.increment_version(out)
-    path, copied, sent, handle = _sum([x], [(dim, sizes)], flat, group, name, wire, factor, accumulate, handed, scratch)
+    path, copied, sent, handle = _sum(
+        [x], [(dim, sizes)], flat, group, name, wire, factor, accumulate, handle_result, scratch
+    )
     span.end(path, copied, sent)
     return (result, handle) if asynchronous else result
 

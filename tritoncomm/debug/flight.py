@@ -357,6 +357,7 @@ def open_calls(before: int) -> list[FlightCall]:
 
 def _open_entries(before: int) -> list[tuple[int, Entry]]:
     """Return (start of the call or of its wait, entry) for each call that ``open_calls`` returns."""
+    # A call that waits is open since the start of its wait.
     open_ones = [
         (thread, since or entry[_START], entry) for thread, entry, since in list(map(tuple, flight.last.values()))
         if entry is not None and (since or entry[_START]) <= before and not entry[_END] and not entry[_ERROR]
@@ -370,7 +371,7 @@ def _open_entries(before: int) -> list[tuple[int, Entry]]:
     for thread, since, entry in open_ones:
         if thread in frames and _is_inside(frames[thread]):
             under_way.append((since, entry))
-        elif not entry[_END]:
+        elif not entry[_END]:  # it may have ended meanwhile
             entry[_ERROR] = _REFUSED  # it raised before it sent anything; so marked, nobody looks for it again
     frames.clear()  # this frame is in the dict: the circle would keep the frames of all threads, and their groups
     return under_way
@@ -397,8 +398,9 @@ def _snapshot(reason: str) -> dict[str, Any]:
             entry[_ERROR] = _REFUSED
     # ``first`` is the number of the oldest kept call among all calls of this rank.
     calls, first = list(map(FlightCall._make, entries)), sum(counts.values()) - len(entries) + 1
-    names, (rank, world) = {call.group for call in calls}, _place(flight.place)
-    places: dict[tuple[int, int], tuple[str, int]] = {}
+    names = {call.group for call in calls}
+    rank, world = _place(flight.place)
+    places: dict[tuple[int, int], tuple[str, int]] = {}  # lines of call sites that calls have in common
     active = [each._asdict() | {"number": _number_of(each, calls, first)} for each in flight.active]
     return {
         "format": FORMAT, "rank": rank, "world": world, "host": os.uname().nodename,

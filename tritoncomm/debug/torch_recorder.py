@@ -53,7 +53,9 @@ class Recorder:
         self._dumps: list[Callable[..., bytes]] = []
         if legacy := getattr(module, "_dump_nccl_trace_json", None):
             self._dumps.append(legacy)
-        if "backend:" in (getattr(by_backend := getattr(module, "_dump_fr_trace_json", None), "__doc__", None) or ""):
+        by_backend = getattr(module, "_dump_fr_trace_json", None)
+        signature = getattr(by_backend, "__doc__", None) or ""  # of a function in C++, which has no other
+        if "backend:" in signature:
             self._dumps.append(partial(cast("Callable[..., bytes]", by_backend), backend="nccl2"))
         self._may_query = False
         self.problem = ""

@@ -245,7 +245,10 @@ def _expert_rows(shape: Ints, call: PlannedCall) -> _ExpertRows:
     if topk < 1:
         raise ArgumentError("dispatch and combine need the number of experts of a token")
     if (call.sizes is None) is not (call.out_sizes is None):
-        raise ArgumentError("dispatch and combine take sizes of text goes and of text comes, or neither")
+        raise ArgumentError(
+            "dispatch and combine take both sizes, of the rows to each rank and from each rank, or neither"
+        )
+    # A token goes to a rank unless all of its random experts are on others.
     expected = (round(tokens * (1 - (1 - 1 / world) ** topk)),) * world
     send, recv = call.sizes or expected, call.out_sizes or expected
     if len(send) != world or len(recv) != world or send[call.rank] != recv[call.rank] or max(send) > tokens:
@@ -253,9 +256,11 @@ def _expert_rows(shape: Ints, call: PlannedCall) -> _ExpertRows:
             f"rows to the ranks {list(send)} and from them {list(recv)} need an entry for each of {world} ranks, at "
             f"most {tokens} rows, and as many for this rank in both"
         )
-    path, local = call.path("rows", call.nbytes(shape), 16), send[call.rank]
-    index_bytes = 4 if path == "triton" else 8  # torch sorts to int64
-    return _ExpertRows(local, sum(send) - local, sum(recv) - local, min(topk, world), path, index_bytes)
+    path, local = call.path("rows", call.nbytes(shape), unit=16), send[call.rank]
+    return _ExpertRows(
+        local=local, outgoing=sum(send) - local, incoming=sum(recv) - local, slots=min(topk, world), path=path,
+        index_bytes=4 if path == "triton" else 8,  # torch sorts to int64
+    )  # fmt: skip
 
 
 def _to_ranks(widths: Sequence[int], rows: _ExpertRows, call: PlannedCall) -> list[Step]:

@@ -466,31 +466,38 @@ def _meetings(layout: Layout, others: Layout) -> tuple[Array, Array, NDArray[np.
     return most, np.minimum(counts, fewest), is_even
 
 
-def _overlaps(own: Array, theirs: Array, weights: Array) -> tuple[Array, Array, Array, NDArray[np.bool_]]:
+def _overlaps(
+    intervals: Array, other_intervals: Array, weights: Array
+) -> tuple[Array, Array, Array, NDArray[np.bool_]]:
     """Compare intervals (start, extent) of one dim with others, ``[intervals, 2]`` sorted by their starts.
 
     Returns:
         For every own interval: its longest overlap, at most; the number of others that it meets; the sum of these
         others' weights; and whether it is known to share equally much with all of them.
     """
-    low, extent = own.T
-    lows, extents = theirs.T
+    low, extent = intervals.T
+    lows, extents = other_intervals.T
     high, order = low + extent, np.argsort(lows + extents, kind="stable")
     ends = (lows + extents)[order]
     first, last = np.searchsorted(ends, low, "right"), np.searchsorted(lows, high, "left")
-    by_low, by_end = (np.concatenate([np.zeros(1, np.int64), np.cumsum(each)]) for each in (weights, weights[order]))
+    weight_before_start, weight_before_end = (
+        np.concatenate([np.zeros(1, np.int64), np.cumsum(each)]) for each in (weights, weights[order])
+    )
     # An interval meets the others that start before its end, less the ones that end before its start.
-    number, regions = last - first, by_low[last] - by_end[first]
+    number, weight_sum = last - first, weight_before_start[last] - weight_before_end[first]
     # The others overlap each other, so the ones that meet an interval are no stretch of neighbours: bounds only.
     if (ends[:-1] > lows[1:]).any():
-        return np.minimum(extent, extents.max()), number, regions, np.zeros(len(own), bool)
+        return np.minimum(extent, extents.max()), number, weight_sum, np.zeros(len(intervals), bool)
     # Those met are neighbours: the first and the last in part, the ones between them whole.
-    lows, ends, extents = (np.append(each, [0, 0]) for each in (lows, ends, extents))
-    at = np.stack([first, np.maximum(last, 1) - 1])
-    parts = np.minimum(ends[at], high) - np.maximum(lows[at], low)
+    lows, ends, extents = (np.append(each, [0, 0]) for each in (lows, ends, extents))  # so that a stop is an index
+    ends_met = np.stack([first, np.maximum(last, 1) - 1])
+    parts = np.minimum(ends[ends_met], high) - np.maximum(lows[ends_met], low)
+    # ``reduceat`` gets pairs (start, stop) of the neighbours between; its odd results are the gaps between pairs.
     between = np.stack([first + 1, np.maximum(last - 1, first + 1)], 1).reshape(-1)
     longest, shortest = (
-        np.where(number > 2, pick(pick.reduceat(extents, between)[::2], pick.reduce(parts)), pick.reduce(parts))
-        for pick in (np.maximum, np.minimum)
+        np.where(
+            number > 2, extreme(extreme.reduceat(extents, between)[::2], extreme.reduce(parts)), extreme.reduce(parts)
+        )
+        for extreme in (np.maximum, np.minimum)
     )
-    return np.where(number > 0, longest, 0), number, regions, (longest == shortest) | (number <= 1)
+    return np.where(number > 0, longest, 0), number, weight_sum, (longest == shortest) | (number <= 1)

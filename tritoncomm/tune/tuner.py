@@ -90,17 +90,17 @@ def cases_of(request: TuneRequest) -> list[Case]:
         model, name = cases.read_model(request.model), Path(request.model).stem
         world = 8 if request.tensor_parallel is None else request.tensor_parallel
         tokens = 8192 if request.tokens is None else request.tokens
-        every = [case for dtype in dtypes for case in cases.from_model(model, world, tokens, dtype, ops, name)]
-        return _summable(every, request)
+        model_cases = [case for dtype in dtypes for case in cases.from_model(model, world, tokens, dtype, ops, name)]
+        return _without_unsummable(model_cases, request)
     if request.shapes:
         shapes = [cases.parse_shape(text) for text in request.shapes]
-        return _summable(cases.from_shapes(shapes, request.worlds or (8,), dtypes, ops), request)
+        return _without_unsummable(cases.from_shapes(shapes, request.worlds or (8,), dtypes, ops), request)
     if request.worlds or request.dtypes:
         raise ValueError("--world and --dtype go with --shape (or --dtype with --model)")
     return cases.sweep(ops)
 
 
-def _summable(every: list[Case], request: TuneRequest) -> list[Case]:
+def _without_unsummable(every: list[Case], request: TuneRequest) -> list[Case]:
     """Return the cases without sums of dtypes that cannot be summed; reject them if they were asked for."""
     left_out = [case for case in every if case.op == "reduce" and not cases.can_sum(case.dtype)]
     if left_out and "reduce" in request.ops:

@@ -103,10 +103,10 @@ class Relation:
         return ", ".join(words) or "equal"
 
     def of(self, whole: Tensor, k: int) -> Tensor | None:
-        """Return what the k-th rank holds of a whole tensor, or has an addend of; None if it cannot."""
+        """Return the part of a whole tensor that the k-th rank holds, or an addend of; None if it cannot."""
         x = whole
-        for dim, chunks, step in self.splits:
-            i = k // step % chunks
+        for dim, chunks, rank_stride in self.splits:
+            i = k // rank_stride % chunks  # digit of the rank for this split
             if dim >= x.dim():
                 return None
             if self.sections:

@@ -169,13 +169,13 @@ class _Runner:
 
     def explained(self, report: Report, whole: Recording, ranks: list[Recording]) -> Report:
         """Return the report on the same runs again, with the gradients of outputs; say whether they are the same."""
-        # A difference in float64 is explained there.
+        # Runs that differ in float64, too, are explained in float64, where rounding is no cause.
         run = _Mode(self.settings.dtype, backward=True)
         exact = [each.exact for each in ranks if each.exact is not None]
-        is_equal = False
+        is_equal_in_float64 = False
         if whole.exact is not None and len(exact) == len(ranks):
-            is_equal = compare(whole.exact, exact).equal
-            if not is_equal:
+            is_equal_in_float64 = compare(whole.exact, exact).equal
+            if not is_equal_in_float64:
                 run, whole = _Mode("float64", is_widened=True, backward=True), whole.exact
         self.follow("one process, again")
         again = self.alone(run)
@@ -184,12 +184,12 @@ class _Runner:
             words = f"not comparable: a rerun in one process differs, first in {same.first or ROOT}"
             return Report(None, same.lines, words, report.counts)
         again.exact, again.noise = whole.exact, whole.noise
-        again.has_autocast &= not run.is_widened  # it is checked as the step is written
+        again.has_autocast &= not run.is_widened  # a step in float64 runs without autocast
         second = compare(again, self.on_ranks(run))
         if second.first is None:
             report.lines.append("a rerun of the ranks is equal: what differs depends on time")
             return report
-        second.lines += ["in float64 all is equal"] if is_equal else []
+        second.lines += ["in float64 all is equal"] if is_equal_in_float64 else []
         return second
 
     def alone(self, run: "_Mode") -> Recording:

@@ -264,7 +264,7 @@ def _language_model(outer: Any) -> Any:
         for module in outer.modules()
         if id(module) in inner and "input_ids" in inspect.signature(type(module).forward).parameters
     )
-    language_model = next(takes_tokens, None)  # of a module of one's own around a model
+    language_model = next(takes_tokens, None)  # a user's module around a model
     return outer if language_model is None else _language_model(language_model)
 
 

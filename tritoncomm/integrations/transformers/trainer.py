@@ -209,12 +209,14 @@ class UlyssesTrainerMixin(_Base):
     def __check_weights(self) -> None:
         """Reject weights that are whole on every rank where FSDP was asked for, and a case that was wrong on GPUs."""
         weights = list(self.model.parameters())
-        is_sharded = any(isinstance(weight, DTensor) for weight in weights)  # by transformers, too, unasked
+        is_sharded = any(isinstance(weight, DTensor) for weight in weights)  # transformers may shard without fsdp
         if self.__wants_fsdp() and not is_sharded:
             is_on_cpu = self.accelerator.device.type == "cpu"
-            remedy = "accelerate shards none on CPUs;" if is_on_cpu else "set fsdp_config={'version': 2}, or"
+            remedy = "set fsdp_config={'version': 2}, or leave fsdp out"
+            if is_on_cpu:
+                remedy = "accelerate shards none on CPUs; leave fsdp out"
             raise UnsupportedError(
-                f"{type(self).__name__}: FSDP was asked for, and every rank has all weights: {remedy} leave fsdp out"
+                f"{type(self).__name__}: FSDP was asked for, and every rank has all weights: {remedy}"
             )
         # Losses differed from run to run with 4 ranks of one H200 in groups of 2, not with CUDA_LAUNCH_BLOCKING=1, not
         # in groups of all ranks, and with all weights trained in none of 12 runs. TODO: delete when the cause is found.

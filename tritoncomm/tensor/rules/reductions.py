@@ -296,15 +296,16 @@ def _min_max(input: Tensor, dim: Any, keepdim: bool, smallest: bool, index_only:
 
 def _add_rules(smallest: bool) -> None:
     """Add the rules of amax, max and argmax, or of amin, min and argmin."""
-    m = "min" if smallest else "max"
+    extreme = "min" if smallest else "max"
     ties = "reduced dim: all-gather of the local maxima; backward: all-reduce of the number of ties"
     indices = "reduced dim: all-gather of the local maxima and indices"
 
-    @rule(f"a{m}", result="as sum", collectives="as amax" if smallest else ties)
+    # In the table of rules the smallest refer to the largest.
+    @rule(f"a{extreme}", result="as sum", collectives="as amax" if smallest else ties)
     def describe_values(input: Tensor, dim: Any = (), keepdim: bool = False) -> OperatorCall | None:
         return _compare(input, dim, keepdim, smallest)
 
-    @rule(m, result="as sum", collectives="as max" if smallest else indices)
+    @rule(extreme, result="as sum", collectives="as max" if smallest else indices)
     def describe(input: Tensor, dim: Any = None, keepdim: bool = False) -> OperatorCall | None:
         if dim is None:
             return _compare(input, dim=None, keepdim=False, smallest=smallest)
@@ -312,7 +313,7 @@ def _add_rules(smallest: bool) -> None:
 
     accepts = "any sharding; without dim: 1-D only"  # with several dims, ties would need the global order
 
-    @rule(f"arg{m}", accepts=accepts, result="as sum", collectives="as max")
+    @rule(f"arg{extreme}", accepts=accepts, result="as sum", collectives="as max")
     def describe_index(input: Tensor, dim: Any = None, keepdim: bool = False) -> OperatorCall | None:
         if dim is None:
             return _min_max(input, 0, keepdim, smallest, index_only=True) if len(shape_of(input)) == 1 else None
