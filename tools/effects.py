@@ -41,8 +41,9 @@ _CALLS = (
     "_reduce_scatter_base", "alltoall", "all_to_all_single", "alltoall_base", "broadcast", "reduce", "gather",
     "scatter", "send", "recv", "barrier", "_start_coalescing", "_end_coalescing",
 )  # fmt: skip
-# Addresses in memory, of sockets (of errors that Gloo reports when another rank has raised), and of the tree.
-_ADDRESS = re.compile(r"0x[0-9a-f]{6,}|/[^\s:]*/(?=tritoncomm/)|\[[0-9a-f.:]+\]:\d+")
+# Addresses in memory, of sockets (of errors that Gloo reports when another rank has raised), and of the tree; and the
+# lines of its files.
+_ADDRESS = re.compile(r"0x[0-9a-f]{6,}|/[^\s:]*/(?=tritoncomm/)|\[[0-9a-f.:]+\]:\d+|(?<=\.py):\d+")
 
 Effect = dict[str, Any]
 """What one call does, in words and numbers that JSON holds."""

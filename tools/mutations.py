@@ -73,7 +73,7 @@ MUTATIONS = (
     ),
     Mutation(
         "send and receive counts are exchanged", "tritoncomm/core/exchange.py",
-        "self.recv_counts, self.send_counts", "self.send_counts, self.recv_counts",
+        "wire, recv_counts, send_counts", "wire, send_counts, recv_counts",
         "tests/mappings/test_mappings.py",
     ),
     Mutation(
