@@ -146,7 +146,7 @@ def reduce_scatter(
     dim = checked_dim(tensor, dim, name)
     per_rank = normalize_sizes(sizes, name)
     if wire is None:
-        if accumulate or any(option is not None for option in (wire_between, exchange, scale, out)):
+        if accumulate or not (wire_between is None and exchange is None and scale is None and out is None):
             needs_wire = {"wire_between": wire_between, "exchange": exchange, "scale": scale, "out": out}
             names = [key for key, value in needs_wire.items() if value is not None]
             if accumulate:

@@ -55,16 +55,18 @@ def all_to_all(
     """
     if shape is None and group.size() == 1:
         return StartedExchange(wire, None, wire)
+    is_of_rows = recv_wire is None and shape is None
     if recv_wire is None:
         if shape is None:
             shape = (sum(recv_counts), *wire.shape[1:]) if recv_counts else wire.shape
         # Strides are cached by shape. They do not depend on the number of rows, which may be new in every call.
         recv_wire = empty(wire, shape, contiguous_stride((1, *shape[1:])), wire.dtype)
     target = recv_wire  # the backend counts rows of dim 0, and takes equal ones of two tensors of one shape
-    if not send_counts and recv_wire.shape != wire.shape:
-        target = recv_wire.view(wire.shape)
-    elif recv_wire.dim() != wire.dim():
-        target = recv_wire.view(-1)
+    if not is_of_rows:
+        if not send_counts and recv_wire.shape != wire.shape:
+            target = recv_wire.view(wire.shape)
+        elif recv_wire.dim() != wire.dim():
+            target = recv_wire.view(-1)
     work = backend.all_to_all(target, wire, recv_counts, send_counts, group, name, asynchronous)
     return StartedExchange(recv_wire, work, wire)
 
@@ -109,9 +111,7 @@ class Exchange(NamedTuple, Generic[_Pack, _Unpack]):
         if self.send_counts:
             wire = wire.view(-1)  # counts are of elements
         shape = self.shapes[0] if self.unpack is None else None  # the result itself arrives, in its own shape
-        flight = all_to_all(
-            wire, self.send_counts, self.recv_counts, group, span.name, asynchronous=asynchronous, shape=shape
-        )
+        flight = all_to_all(wire, self.send_counts, self.recv_counts, group, span.name, None, asynchronous, shape)
         if flight.work is not None:
             flight.work.wait()
         recv_wire = flight.recv_wire
@@ -119,9 +119,13 @@ class Exchange(NamedTuple, Generic[_Pack, _Unpack]):
         if self.unpack is None:
             span.end(pack_path, copied, self.bytes_sent)
             return [recv_wire]
-        if outs is None:
-            outs, unpack_path, unpacked = self.unpack.results(recv_wire, self.shapes)
+        if outs is None and isinstance(self.unpack, SplitPass):  # whose kernel or torch.cat makes the result
+            outs, unpack_path, unpacked = self.unpack.results(recv_wire)
         else:
+            if outs is None:
+                outs = []
+                for out_shape in self.shapes:
+                    outs.append(empty(recv_wire, out_shape, contiguous_stride(out_shape), recv_wire.dtype))
             _, unpack_path, unpacked = self.unpack.unpack(recv_wire, outs)
         path = unpack_path if pack_path == "view" else pack_path  # of a pass that copies
         span.end(path, copied + unpacked, self.bytes_sent)
