@@ -10,12 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from single_rank import force_single_rank_collectives
+from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tritoncomm import ArgumentError, CommError, GroupError, ShapeError, UnsupportedError, groups, p2p
 from tritoncomm import collective as c
 from tritoncomm import mappings as m
+from tritoncomm.debug import check_replicas
+from tritoncomm.ulysses import UlyssesAttention
 
 T = torch.ones
 # id: (call, error, what the message has to say)
@@ -257,11 +260,12 @@ def test_kinds_of_tensors(group: ProcessGroup) -> None:
         *sparse,
         (DTensor.from_local(dense, mesh, [Replicate()]), "to_local"),
         (DTensor.from_local(dense, mesh, [Shard(0)]), "to_local"),
+        *((each, "dequantize") for each in _quietly(partial(_quantized, dense))),
     )
     for name, call in CALLS.items():
         for x, remedy in cases:
-            if name == "copy" and remedy == "to_dense" and not x.requires_grad:
-                continue  # nothing is sent, and the gradient may well be dense
+            if name == "copy" and remedy != "to_local" and not x.requires_grad:
+                continue  # nothing is sent, and the gradient of a sparse tensor may well be dense
             with pytest.raises(ArgumentError, match=remedy):
                 call(x, group)
     nested = _quietly(lambda: torch.nested.nested_tensor([dense, dense]))
@@ -279,14 +283,29 @@ def test_kinds_of_tensors(group: ProcessGroup) -> None:
         c.split_reduce_scatter([dense, dense.to_sparse()], 0, group)
     with pytest.raises(ArgumentError, match="to_local"):
         m.all_to_all_hp2sp(DTensor.from_local(torch.ones(1, 0, 0, 5), mesh, [Shard(1)]), group)
-    quantized = _quietly(lambda: torch.quantize_per_tensor(dense, 1.0, 0, torch.qint8))
-    with pytest.raises(UnsupportedError, match="dequantize"):
-        c.split_reduce_scatter([quantized, quantized], 0, group)
-    for call in (m.reduce_scatter_dim, m.all_gather_dim):
-        rows = _quietly(partial(quantized.narrow, 0, 0, 4 if call is m.reduce_scatter_dim else 1 + 2 * group.rank()))
-        with pytest.raises(UnsupportedError, match="do not carry such tensors"):
-            _quietly(partial(call, rows, 0, group, sizes=[1, 3]))
+    for x in _quietly(partial(_quantized, dense)):
+        for call in (
+            lambda x: c.split_reduce_scatter([x, x], 0, group),
+            lambda x: c.split_reduce_scatter(x, 0, group, wire=torch.bfloat16),
+            lambda x: m.reduce_scatter_dim(x, 0, group, sizes=[1, 3]),
+            lambda x: m.reduce_scatter_dim(x, 1, group, sizes=[1, 3]),
+            lambda x: m.all_gather_dim(x, 0, group, sizes=[4, 4]),
+            lambda x: stages.send_forward(x, False),
+            lambda x: stages.send_forward([dense, x], False),
+            lambda x: check_replicas([x], group),
+        ):
+            with pytest.raises(ArgumentError, match="dequantize"):
+                call(x)
+    heads = _quietly(partial(_quantized, torch.ones(1, 4, 2, 8)))[0]
+    with pytest.raises(ArgumentError, match="dequantize"):
+        UlyssesAttention(group)(heads, heads, heads)
     still_works(group)
+
+
+def _quantized(x: Tensor) -> list[Tensor]:
+    """``x`` of one dim more than one, with one scale, and with one per row."""
+    rows = torch.ones(len(x)), torch.zeros(len(x), dtype=torch.int64)
+    return [torch.quantize_per_tensor(x, 1.0, 0, torch.qint8), torch.quantize_per_channel(x, *rows, 0, torch.qint8)]
 
 
 @pytest.mark.ranks(1)

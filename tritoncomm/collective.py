@@ -282,7 +282,7 @@ def split_reduce_scatter(
 
     Raises:
         ArgumentError: tensors of different dtypes without ``dtype``; a cast or a scale of integers or complex numbers.
-        UnsupportedError: a quantized tensor, or a scale that fp32 cannot hold.
+        UnsupportedError: a scale that fp32 cannot hold.
 
     Example:
         Gradients ``[5, 8]`` and ``[16]`` with dims ``[1, 0]`` on 4 ranks give shards ``[5, 2]`` and ``[4]``.
@@ -299,8 +299,6 @@ def split_reduce_scatter(
         if not isinstance(x, Tensor):
             _checked(x, group, name)
         check_input(x, name)
-        if x.is_quantized:  # torch cannot even allocate a wire of it
-            raise UnsupportedError(f"{name}: a quantized tensor cannot be summed; call .dequantize()")
         if x.requires_grad:
             many[i] = x.detach()
     for i, x in enumerate(many):

@@ -47,13 +47,13 @@ def _kept() -> Iterator[None]:
 
 
 @pytest.mark.ranks(2)
-def test_a_nested_tensor_is_refused_in_the_words_of_the_call(group: ProcessGroup) -> None:
-    """It has no shape to record, as torch says by an internal error."""
+@pytest.mark.parametrize(("setting", "value"), [(variables.FLIGHT, (8, "")), (variables.CHECK, True)])
+def test_a_nested_tensor_is_refused_in_the_words_of_the_call(group: ProcessGroup, setting: Any, value: Any) -> None:
+    """It has no shape to record, and none to compare, as torch says by an internal error."""
     with warnings.catch_warnings(action="ignore"):  # a prototype, torch says
         x = torch.nested.nested_tensor([T(2, 3), T(4, 3)])
     layout = Layout.on_mesh((8, 8), range(2), [0])
-    variables.FLIGHT.assign((8, ""))
-    try:
+    with setting.override(value):
         for call in (
             lambda: c.all_gather(x, 0, group),
             lambda: c.reduce_scatter(x, 0, group),
@@ -67,8 +67,6 @@ def test_a_nested_tensor_is_refused_in_the_words_of_the_call(group: ProcessGroup
         ):
             with pytest.raises(ArgumentError, match="not a nested one"):
                 call()
-    finally:
-        variables.FLIGHT.assign((0, ""))
 
 
 def run_record(group: ProcessGroup, folder: str) -> Any:

@@ -70,7 +70,7 @@ def all_gather(
         if sizes is None or (x.dim() and all_equal(sizes, world, x.shape[dim])):
             sizes, (planned, unpack, shape) = None, _even_gather(x.shape, x.dtype, dim, world)
         else:
-            planned, unpack, shape = plan_gather(x.shape, x.dtype, dim, world, group.rank(), sizes, not x.is_quantized)
+            planned, unpack, shape = plan_gather(x.shape, x.dtype, dim, world, group.rank(), sizes)
     except CommError as error:
         raise located(error, x.shape, name, group) from None
     if span is None:  # only now, as a wrong list is wrong on one rank, too
@@ -116,10 +116,10 @@ class _Gather(NamedTuple):
 
 
 def plan_gather(
-    shape: Ints, dtype: torch.dtype, dim: int, world: int, rank: int = 0, sizes: Ints | None = None, pads: bool = True
+    shape: Ints, dtype: torch.dtype, dim: int, world: int, rank: int = 0, sizes: Ints | None = None
 ) -> _Gather:
     """Plan ``all_gather``; an even plan is that of any rank."""
-    planned = plan.all_gather(shape, dtype.itemsize, dim, world, rank, sizes, pads)
+    planned = plan.all_gather(shape, dtype.itemsize, dim, world, rank, sizes, pads=True)
     if planned.padded:
         wire = (world * math.prod(plan.resized(shape, dim, planned.padded)),)
         unpack = None if planned.in_order else padded_pass(planned.shape, dtype, dim, planned.recv_sizes)

@@ -80,12 +80,12 @@ def state_of(group: ProcessGroup) -> tuple[int, int] | None:
 
 
 def check_input(x: Tensor, name: str) -> None:
-    """Reject a tensor that no collective sends: a DTensor, several blocks of memory, a tangent, a ``make_fx`` trace."""
+    """Reject a tensor that no collective sends: one that ``check_kind`` rejects, a tangent, a ``make_fx`` trace."""
     if forward_ad._current_level >= 0:
         refuse_forward_ad(x, name)
     if _modes():
         refuse_tracing(name)
-    if type(x) is not Tensor or x.layout is not _strided or x.is_nested:
+    if type(x) is not Tensor or x.layout is not _strided or x.is_nested or x.is_quantized:
         check_kind(x, name)
 
 
@@ -94,7 +94,7 @@ def check_inputs(tensors: Sequence[Tensor], name: str) -> None:
     for x in tensors:  # what ``check_input`` does, which would take half of a small exchange if it were called for each
         if forward_ad._current_level >= 0:
             refuse_forward_ad(x, name)
-        if type(x) is not Tensor or x.layout is not _strided or x.is_nested:
+        if type(x) is not Tensor or x.layout is not _strided or x.is_nested or x.is_quantized:
             check_kind(x, name)
     if _modes():
         refuse_tracing(name)
@@ -212,7 +212,7 @@ def check_data(x: Tensor, name: str) -> None:
     """Check that ``x``, on its way to a waiting peer, has data and is one strided block of memory."""
     if _modes():
         refuse_tracing(name)
-    if type(x) is Tensor and not (x.is_meta or x.is_nested) and x.layout is _strided:
+    if type(x) is Tensor and not (x.is_meta or x.is_nested or x.is_quantized) and x.layout is _strided:
         return
     fakes = sys.modules.get("torch._subclasses.fake_tensor")  # whoever has a FakeTensor has imported it
     if x.is_meta or (fakes is not None and isinstance(x, fakes.FakeTensor)):
@@ -228,7 +228,7 @@ def check_tensor(x: Any, key: str, name: str) -> None:
 
 
 def check_kind(x: Tensor, name: str) -> None:
-    """Reject a sparse or nested tensor, or a DTensor: ``x`` has to be one strided block of this rank's memory."""
+    """Reject a sparse, nested or quantized tensor, or a DTensor: one strided block of this rank's memory is sent."""
     if x.is_nested:
         raise ArgumentError(
             f"{name}: expected a strided tensor, not a nested one; pass its .values() or a padded tensor"
@@ -238,3 +238,8 @@ def check_kind(x: Tensor, name: str) -> None:
     distributed = sys.modules.get("torch.distributed.tensor")  # whoever has a DTensor has imported it
     if distributed is not None and isinstance(x, distributed.DTensor):
         raise ArgumentError(f"{name}: expected a plain tensor, not a DTensor; pass its local shard, .to_local()")
+    if x.is_quantized:
+        raise ArgumentError(
+            f"{name}: expected a plain tensor, not a quantized one, whose scale would not be sent; "
+            "call .dequantize() or .int_repr()"
+        )

@@ -90,8 +90,8 @@ def describe(
         dtype: of the (first) tensor; None without a tensor.
         arguments: of the kind, in the order of ``KINDS``.
     """
-    # The cache needs hashable arguments: a list of shapes becomes a tuple.
-    shapes = tuple(map(tuple, shape)) if type(shape) is list else shape
+    # The cache needs hashable arguments: a list of shapes becomes a tuple. A nested tensor has none.
+    shapes = tuple([sizes and tuple(sizes) for sizes in shape]) if type(shape) is list else shape
     return _describe(name, kind, shapes, dtype, arguments, world, rank, device)
 
 

@@ -125,8 +125,6 @@ def _by_name(parameters: Any, name: str) -> dict[str, Tensor]:
         if type(x) not in (Tensor, nn.Parameter):
             raise ArgumentError(f"{name}: {key} must be a plain tensor, not {type(x).__name__}")
         check_data(x, f"{name}: {key}")
-        if x.is_quantized:
-            raise ArgumentError(f"{name}: {key} is quantized; call .int_repr()")
     return tensors
 
 

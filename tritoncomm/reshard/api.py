@@ -95,6 +95,8 @@ def reshard(
         PeerError: another rank failed, or did not come within the group's timeout. Ranks that have a plan for their
             arguments do not compare them; a rank with others is named with ``TRITONCOMM_CHECK=1``.
         UnsupportedError: partial placements, or a cast of other dtypes.
+        ArgumentError: ``bucket_bytes`` that do not hold one element for every peer; raised in backward where gradients
+            have more peers than values.
     """
     return reshard_as("reshard", group, tensors, source, target, (dtype, bucket_bytes, grad), out)
 

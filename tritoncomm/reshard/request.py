@@ -154,8 +154,6 @@ def parse(
         if not isinstance(x, Tensor):
             raise ArgumentError(f"{name}: {key} must be a tensor, not {type(x).__name__}")
         local = like = local_of(x)
-        if local.is_quantized:
-            raise ArgumentError(f"{name}: {key} is quantized, and its scale would not move; call .int_repr()")
         if out is not None:
             absent = dtypes[key] or local.dtype, device
             y = outs_by_name[key] if key in outs_by_name else kinds.result_of(key, *absent).view(target_shape or (0,))
