@@ -10,6 +10,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # A test of ranks leaves cores idle while they wait for each other: three files at a time on two cores, in order, as files
 # of few long tests would otherwise come last, on one core. WORKERS= runs them one by one.
 WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
+# Threads of an operator wait for each other by spinning, which takes the cores from ranks that compute.
+test test-rest test-verify test-all test-models test-megatron: export OMP_NUM_THREADS ?= 1
 # Ranks of the tests of frameworks have these from the start; every process would import them for five seconds.
 PRELOAD := --preload transformers.trainer,accelerate,peft
 # Triton 3.6's interpreter of kernels breaks with a newer numpy.

@@ -33,8 +33,8 @@ def plan(rows: int, row: int, stride: tuple[int, int], world: int, rank: int, dt
         blocks = [Block(0, (n // row, row), by, 0, at, (row, 1)) for n, at in zip(counts, starts, strict=True)]
         return Pass(blocks, [dtype], sum(counts))
 
-    there = Exchange(copies((2 * stride[0], stride[1]), right), None, [size], right, left, sent)
-    back = Exchange(copies((row, 1), left), copies((2 * row, 1), right), [(rows, row)], left, right, sent)
+    there = Exchange(copies((2 * stride[0], stride[1]), right), None, right, left, sent, shapes=[size])
+    back = Exchange(copies((row, 1), left), copies((2 * row, 1), right), left, right, sent, shapes=[(rows, row)])
     return [there, back]
 
 

@@ -92,7 +92,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a kernel forgets the stride between ranks", "kernels/tritoncomm_kernels/address.py",
-        "(w.to(tl.int64) * stride_rank + (c - w * run))", "(w.to(tl.int64) * run * outer + (c - w * run))",
+        "(w.to(tl.int64) * stride_rank + (column - w * run))", "(w.to(tl.int64) * run * outer + (column - w * run))",
         "tests/kernels/test_kernels.py",
     ),
     Mutation(

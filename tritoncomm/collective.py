@@ -84,7 +84,7 @@ def all_gather(
     dim = checked_dim(tensor, dim, "all_gather")
     per_rank = normalize_sizes(sizes, "all_gather")
     call = _all_gather_outside if async_op else eager.all_gather
-    return call(without_graph(tensor), dim, group, per_rank, "all_gather", async_op)
+    return call(without_graph(tensor), dim, group, "all_gather", per_rank, async_op)
 
 
 def reduce_scatter(
@@ -153,10 +153,10 @@ def reduce_scatter(
                 names.append("accumulate")
             raise ArgumentError(f"{name}: {', '.join(names)} needs wire, the dtype that travels")
         call = _reduce_scatter_eagerly if async_op or op is not _SUM else eager.reduce_scatter
-        return call(without_graph(tensor), dim, group, per_rank, name, op, async_op)
+        return call(without_graph(tensor), dim, group, name, per_rank, op, async_op)
     options = wire_sum.WireOptions(wire, between=wire_between, exchange=exchange)
     return wire_sum.reduce_scatter(
-        without_graph(tensor), dim, group, per_rank, name, options, op, asynchronous=async_op, scale=scale, out=out,
+        without_graph(tensor), dim, group, name, options, per_rank, op, asynchronous=async_op, scale=scale, out=out,
         accumulate=accumulate,
     )  # fmt: skip
 
@@ -201,7 +201,7 @@ def broadcast(tensor: Tensor, src: int, parallel_mode: Any, async_op: bool = Fal
     Returns:
         The tensor with the values, or ``(tensor, handle)``.
     """
-    return _rooted("broadcast", tensor, src, parallel_mode, None, async_op)
+    return _rooted("broadcast", tensor, src, parallel_mode, op=None, async_op=async_op)
 
 
 def reduce(tensor: Tensor, dst: int, parallel_mode: Any, op: Any = ReduceOp.SUM, async_op: bool = False) -> Any:

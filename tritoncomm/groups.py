@@ -194,8 +194,8 @@ def make_group(label: str, ranks: Sequence[int], backend: str | None = None) -> 
     The members meet in the job's store under a name of the label, the ranks, and the number of earlier calls with both.
     torch's own names count all groups that a rank has made, so ranks that differ in that would not meet.
 
-    A default group that is bound to a GPU is split: all of its ranks call at the same time, each for the group that it
-    is in. NCCL takes part in that only as a whole.
+    Of a default group that is bound to a GPU every rank has to be a member of a group that is made at the same time:
+    NCCL splits such a group as a whole.
 
     Args:
         label: of the name.
@@ -219,7 +219,7 @@ def make_group(label: str, ranks: Sequence[int], backend: str | None = None) -> 
         # ``new_group`` takes no name: its members meet under a number, or a hash, of the groups that a rank has made.
         group, _ = c10d._new_process_group_helper(
             len(ranks), ranks.index(dist.get_rank()), list(ranks), kind, store, name,
-            timeout=timeout or c10d._get_default_timeout(kind),
+            timeout=timeout or c10d._get_default_timeout(kind),  # ``groups.timeout``, which a program may set
             device_id=None if kind == "gloo" else world.bound_device_id,
             group_desc=label,
         )  # fmt: skip

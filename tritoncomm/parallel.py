@@ -233,14 +233,14 @@ class _ScatterAndAdd(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.group, ctx.wants_bias = dim, group, bias.requires_grad
-        return eager.reduce_scatter(x, dim, group, None, "reduce_scatter_dim") + bias
+        return eager.reduce_scatter(x, dim, group, "reduce_scatter_dim") + bias
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if grad.requires_grad:
             whole = mappings.all_gather_dim(grad, ctx.dim, ctx.group)
         else:
-            whole = eager.all_gather(grad, ctx.dim, ctx.group, None, "reduce_scatter_dim.backward")
+            whole = eager.all_gather(grad, ctx.dim, ctx.group, "reduce_scatter_dim.backward")
         of_bias = whole.sum(tuple(range(whole.dim() - 1))) if ctx.wants_bias else None
         return whole, of_bias, None, None
 

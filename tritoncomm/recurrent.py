@@ -192,7 +192,7 @@ class _ByHeads:
             others={str(labels[key]): value for key, value in arguments.items() if key not in roles},
         )  # fmt: skip
         make = plan_heads.__wrapped__ if is_compiling() else plan_heads
-        plan = make(heads, tuple(columns) if world > max(heads) else (), positions, world, name)
+        plan = make(heads, positions, world, name, tuple(columns) if world > max(heads) else ())
         return _ShardedCall(roles, exchanged, positions, stops, batch_size, plan)
 
     def to_heads(self, arguments: Mapping[int | str, Any], call: _ShardedCall) -> dict[int | str, Any]:
@@ -253,11 +253,11 @@ class HeadPlan(NamedTuple):
     tensors: HeadLayout
     out: HeadLayout
     heads: HeadShare
-    splits: bool
+    splits: bool = False
 
 
 @lru_cache(maxsize=1024)  # plans of exchanges are looked up by the identity of a layout
-def plan_heads(heads: Ints, columns: Ints, positions: Ints, world: int, name: str) -> HeadPlan:
+def plan_heads(heads: Ints, positions: Ints, world: int, name: str, columns: Ints = ()) -> HeadPlan:
     """Return the layouts for tensors of these numbers of heads.
 
     Args:
@@ -275,7 +275,7 @@ def plan_heads(heads: Ints, columns: Ints, positions: Ints, world: int, name: st
     except ShapeError as error:
         raise ShapeError(f"{name}: {error}") from None
     shares = tuple([of_heads if n == total else of_shared for n in heads])
-    return HeadPlan(HeadLayout(1, shares, positions), HeadLayout(1, (of_heads,), positions), of_heads, False)
+    return HeadPlan(HeadLayout(1, shares, positions), HeadLayout(1, (of_heads,), positions), of_heads)
 
 
 def _split_columns(heads: Ints, columns: Ints, positions: Ints, world: int) -> HeadPlan:
@@ -293,7 +293,9 @@ def _split_columns(heads: Ints, columns: Ints, positions: Ints, world: int) -> H
     for n, is_split in zip(heads, columns, strict=True):
         shared = HeadShare(tuple([head // (total // n) for head in of_heads.starts]), of_heads.sizes, n)
         shares.append(of_columns if is_split else shared)
-    return HeadPlan(HeadLayout(1, tuple(shares), positions), HeadLayout(1, (of_columns,), positions), of_heads, True)
+    return HeadPlan(
+        HeadLayout(1, tuple(shares), positions), HeadLayout(1, (of_columns,), positions), of_heads, splits=True
+    )
 
 
 def _roles_of(

@@ -292,7 +292,7 @@ def _make_groups(mesh: DeviceMesh, expert: int, tensor_mode: str | None) -> dict
     of_modes: dict[ParallelMode, Group] = {}
     shared: dict[dist.ProcessGroup, Group] = {}  # modes with one group have one CPU group, too
     for mode, existing in made.items():
-        group = existing or _new_group(mode, groups.ranks_of_mode(mode, ranks, place, expert), None)
+        group = existing or _new_group(mode, groups.ranks_of_mode(mode, ranks, place, expert))
         of_modes[mode] = shared.setdefault(group, Group(group, mode))
     if alias := {"sequence": ParallelMode.SEQUENCE, "1d": ParallelMode.PARALLEL_1D}.get(tensor_mode or ""):
         of_modes[alias] = of_modes[ParallelMode.TENSOR]
@@ -315,7 +315,7 @@ def _grid(mesh: DeviceMesh, dims: Sequence[int | None], expert: int) -> tuple[to
     return ranks, [0 if dim is None else own[dim] for dim in dims]
 
 
-def _new_group(mode: ParallelMode, ranks: list[int], backend: str | None) -> dist.ProcessGroup:
+def _new_group(mode: ParallelMode, ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
     """Return a group of ``ranks``: the default group for all, a shared one for this rank alone, else a new one."""
     world = dist.group.WORLD
     if len(ranks) == dist.get_world_size() and backend is None and world is not None:

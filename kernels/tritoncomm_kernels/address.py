@@ -76,10 +76,10 @@ def _row_offset(o, stride_0, stride_1, stride_2, size_1, size_2, OUTER_DIMS: tl.
 
 @triton.jit
 def _in_rows(
-    rows_ptr, o, c, element, stride_0, stride_1, stride_2, size_1, size_2, stride_element,
+    rows_ptr, o, column, element, stride_0, stride_1, stride_2, size_1, size_2, stride_element,
     VEC: tl.constexpr, OUTER_DIMS: tl.constexpr, STRIDED: tl.constexpr,
 ):  # fmt: skip
-    """Return pointers to element ``element`` of unit ``c`` of row ``o``, for a tile of rows by columns.
+    """Return pointers to element ``element`` of unit ``column`` of row ``o``, for a tile of rows by columns.
 
     Example:
         Units of 2 elements (VEC 2), rows 3 units apart. Rows ``[[0], [1]]``, units ``[[0, 0, 1, 1]]`` and elements
@@ -87,15 +87,15 @@ def _in_rows(
     """
     offset = _row_offset(o, stride_0, stride_1, stride_2, size_1, size_2, OUTER_DIMS)
     if STRIDED:
-        columns = c.to(tl.int64) * stride_element
+        columns = column.to(tl.int64) * stride_element
     else:
-        columns = c.to(tl.int64)
+        columns = column.to(tl.int64)
     if VEC == 1 or STRIDED:  # two additions take fewer registers than one sum if accesses are narrow, else more
         rows_ptr += offset * VEC
         rows_ptr += columns * VEC + element
     else:
-        rows_ptr += (offset + c) * VEC + element
-    if STRIDED and VEC == 1 and c.shape[1] > 1 and _WALKS_DOWN:
+        rows_ptr += (offset + column) * VEC + element
+    if STRIDED and VEC == 1 and column.shape[1] > 1 and _WALKS_DOWN:
         rows_ptr = tl.max_contiguous(rows_ptr, [1, 2])
     return rows_ptr
 
@@ -119,7 +119,7 @@ def _move(
         tl.store(rows_ptr, x, mask=in_row)
     else:
         x = tl.load(rows_ptr, mask=in_row, other=0, eviction_policy="evict_first" if EVICT_FIRST else "")
-        x = converted(x, scale, wire_ptr, in_wire, wire_ptr.dtype.element_ty, WIDE, HAS_SCALE, False)
+        x = converted(x, scale, wire_ptr, in_wire, wire_ptr.dtype.element_ty, WIDE, HAS_SCALE, ACCUMULATE=False)
         if HAS_SCALE:  # an infinite scale makes NaN of the zeros that the masked load returns
             x = tl.where(in_row, x, 0)
         tl.store(wire_ptr, x, mask=in_wire)
@@ -143,20 +143,21 @@ def _copy_kernel(
         Program 1 reads column 4, past which the row ends, and writes ``[_, _, _, _, 4, 0]``.
     """
     pid = tl.program_id(0)
-    po = _divide(pid, blocks)
-    pk = pid - po * blocks
-    o = po * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    row_block = _divide(pid, blocks)
+    column_block = pid - row_block * blocks
+    o = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     lane = tl.arange(0, BLOCK_COLS)[None, :]
-    c, element = pk * (BLOCK_COLS // VEC) + lane // VEC, lane % VEC
-    w = _divide(c, run)
-    in_row, in_wire = (o < outer) & (c < row), (o < outer) & (c < cols)
-    # Rank w's block starts ``w * stride_rank`` units into the wire; column c is unit ``c - w*run`` of a row there.
-    wire_ptr += (o.to(tl.int64) * run + (w.to(tl.int64) * stride_rank + (c - w * run))) * VEC + element
+    column, element = column_block * (BLOCK_COLS // VEC) + lane // VEC, lane % VEC
+    w = _divide(column, run)
+    in_row, in_wire = (o < outer) & (column < row), (o < outer) & (column < cols)
+    # Rank w's block starts ``w * stride_rank`` units into the wire. In a row of it, ``column`` is ``column - w*run``.
+    wire_ptr += (o.to(tl.int64) * run + (w.to(tl.int64) * stride_rank + (column - w * run))) * VEC + element
     if VEC == 1 and BLOCK_COLS > 1 and _WALKS_DOWN:
         wire_ptr = tl.max_contiguous(wire_ptr, [1, 2])
     rows_ptr = _in_rows(
-        rows_ptr, o, c, element, stride_0, stride_1, stride_2, size_1, size_2, stride_element, VEC, OUTER_DIMS, STRIDED
-    )
+        rows_ptr, o, column, element, stride_0, stride_1, stride_2, size_1, size_2, stride_element, VEC, OUTER_DIMS,
+        STRIDED,
+    )  # fmt: skip
     _move(rows_ptr, wire_ptr, in_row, in_wire, scale, UNPACK, WIDE, HAS_SCALE, ACCUMULATE, EVICT_FIRST)
 
 
@@ -185,24 +186,25 @@ def _wire_order_kernel(
     tile = _divide(pid, world)
     w = pid - tile * world
     lane = tl.arange(0, BLOCK_COLS)[None, :]
-    f, element = tile * (BLOCK_COLS // VEC) + lane // VEC, lane % VEC
-    o = _divide(f, run)
-    c = w * run + (f - o * run)
-    in_wire = f < flat
-    in_row = in_wire & (c < row)
-    wire_ptr += (w.to(tl.int64) * stride_rank + f) * VEC + element
+    unit, element = tile * (BLOCK_COLS // VEC) + lane // VEC, lane % VEC
+    o = _divide(unit, run)
+    column = w * run + (unit - o * run)
+    in_wire = unit < flat
+    in_row = in_wire & (column < row)
+    wire_ptr += (w.to(tl.int64) * stride_rank + unit) * VEC + element
     if VEC == 1 and BLOCK_COLS > 1 and _WALKS_DOWN:
         wire_ptr = tl.max_contiguous(wire_ptr, [1, 2])
     rows_ptr = _in_rows(
-        rows_ptr, o, c, element, stride_0, stride_1, stride_2, size_1, size_2, stride_element, VEC, OUTER_DIMS, STRIDED
-    )
+        rows_ptr, o, column, element, stride_0, stride_1, stride_2, size_1, size_2, stride_element, VEC, OUTER_DIMS,
+        STRIDED,
+    )  # fmt: skip
     _move(rows_ptr, wire_ptr, in_row, in_wire, scale, UNPACK, WIDE, HAS_SCALE, ACCUMULATE, EVICT_FIRST)
 
 
 @triton.jit
 def _copy_shard(
-    rows_ptr, wire_ptr, scale, po, place, start, stop, stride_0, stride_1, stride_2, size_1, size_2, stride_element,
-    outer, VEC: tl.constexpr, OUTER_DIMS: tl.constexpr, STRIDED: tl.constexpr, UNPACK: tl.constexpr,
+    rows_ptr, wire_ptr, scale, row_block, place, start, stop, stride_0, stride_1, stride_2, size_1, size_2,
+    stride_element, outer, VEC: tl.constexpr, OUTER_DIMS: tl.constexpr, STRIDED: tl.constexpr, UNPACK: tl.constexpr,
     WIDE: tl.constexpr, HAS_SCALE: tl.constexpr, ACCUMULATE: tl.constexpr, EVICT_FIRST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
@@ -214,16 +216,17 @@ def _copy_shard(
         Pack of rows ``[[0, 1, 2, 3, 4, 5], [10, 11, 12, 13, 14, 15]]``, shard from 2 to 6, BLOCK_COLS 2. Tile 1 has
         columns 4 and 5. It writes the wire ``[_, _, _, _, _, _, 4, 5, _, _, 14, 15]``.
     """
-    o = po * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    o = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     lane = tl.arange(0, BLOCK_COLS)[None, :]
     k, element = place * (BLOCK_COLS // VEC) + lane // VEC, lane % VEC
     run = stop - start
     mask = (o < outer) & (k < run)
     wire_ptr += (start.to(tl.int64) * outer + o.to(tl.int64) * run + k) * VEC + element
-    c = k + start
+    column = k + start
     rows_ptr = _in_rows(
-        rows_ptr, o, c, element, stride_0, stride_1, stride_2, size_1, size_2, stride_element, VEC, OUTER_DIMS, STRIDED
-    )
+        rows_ptr, o, column, element, stride_0, stride_1, stride_2, size_1, size_2, stride_element, VEC, OUTER_DIMS,
+        STRIDED,
+    )  # fmt: skip
     _move(rows_ptr, wire_ptr, mask, mask, scale, UNPACK, WIDE, HAS_SCALE, ACCUMULATE, EVICT_FIRST)
 
 
@@ -262,8 +265,8 @@ def _copy_split_kernel(
         tile_14, tile_15,
     )  # fmt: skip
     pid = tl.program_id(0)
-    po = _divide(pid, tiles)
-    tile = pid - po * tiles
+    row_block = _divide(pid, tiles)
+    tile = pid - row_block * tiles
     first, start, stop = 0 * tile, 0 * tile, 0 * tile + start_1
     # The last rank whose first tile is not after this one has it: a rank without units shares its first tile with the
     # next rank.
@@ -273,7 +276,7 @@ def _copy_split_kernel(
         start = tl.where(after, starts[w], start)
         stop = tl.where(after, starts[w + 1], stop)
     _copy_shard(
-        rows_ptr, wire_ptr, scale, po, tile - first, start, stop, stride_0, stride_1, stride_2, size_1, size_2,
+        rows_ptr, wire_ptr, scale, row_block, tile - first, start, stop, stride_0, stride_1, stride_2, size_1, size_2,
         stride_element, outer, VEC, OUTER_DIMS, STRIDED, UNPACK, WIDE, HAS_SCALE, ACCUMULATE, EVICT_FIRST, BLOCK_ROWS,
         BLOCK_COLS,
     )  # fmt: skip
@@ -298,8 +301,8 @@ def _copy_table_kernel(
         It writes the wire ``[_, _, _, _, 2, 3, _, _, 12, 13, _, _]``.
     """
     pid = tl.program_id(0)
-    po = _divide(pid, tiles)
-    tile = pid - po * tiles
+    row_block = _divide(pid, tiles)
+    tile = pid - row_block * tiles
     rank = tl.arange(0, RANKS)
     # Each step compares the first tiles of RANKS ranks; the number of tiles that are not after this one is the rank
     # plus 1.
@@ -311,7 +314,7 @@ def _copy_table_kernel(
     starts_ptr = table_ptr + STEPS * RANKS
     start, stop = tl.load(starts_ptr + w), tl.load(starts_ptr + w + 1)
     _copy_shard(
-        rows_ptr, wire_ptr, scale, po, tile - first, start, stop, stride_0, stride_1, stride_2, size_1, size_2,
+        rows_ptr, wire_ptr, scale, row_block, tile - first, start, stop, stride_0, stride_1, stride_2, size_1, size_2,
         stride_element, outer, VEC, OUTER_DIMS, STRIDED, UNPACK, WIDE, HAS_SCALE, ACCUMULATE, EVICT_FIRST, BLOCK_ROWS,
         BLOCK_COLS,
     )  # fmt: skip

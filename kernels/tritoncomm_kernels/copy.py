@@ -116,7 +116,19 @@ def plain_copy(
     # By position, as in ``_run``: a cache takes equal arguments by position and by name for different ones. The last
     # four are no sizes, no scale, no accumulation, the default tile.
     launch, nbytes, _ = _plan(
-        name, device, dtype, dtype, alignment, shape, stride, wire_shape, wire_stride, None, False, False, None
+        name,
+        device,
+        dtype,
+        dtype,
+        alignment,
+        shape,
+        stride,
+        wire_shape,
+        wire_stride,
+        sizes=None,
+        scaled=False,
+        accumulates=False,
+        config=None,
     )
     return launch, nbytes
 

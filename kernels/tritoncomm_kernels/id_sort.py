@@ -314,7 +314,13 @@ def _launches(device: int, dtype: torch.dtype, k: int, slots: int, is_distinct: 
         """Prepare one kernel with the constants of its signature."""
         values = constants | changes
         return Launch(
-            kernel, device, 1, (first, second), (), {x: values[x] for x in kernel.arg_names if x in values}, 4
+            kernel,
+            device,
+            1,
+            (first, second),
+            arguments=(),
+            constants={x: values[x] for x in kernel.arg_names if x in values},
+            num_warps=4,
         )
 
     return _Launches(

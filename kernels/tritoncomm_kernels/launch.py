@@ -188,13 +188,13 @@ def _entry(compiled: Any) -> Variant | None:
     needs = [getattr(run, name, 1) for name in ("global_scratch_size", "profile_scratch_size")]
     packed = _CALLS_C.get(_source_hash(type(run).__call__))
     if packed is None or needs != [0, 0] or getattr(run, "gsan_enabled", False):
-        return Variant(run, (function, metadata, None, None, None), False, compiled)
+        return Variant(run, (function, metadata, None, None, None), packed=False, compiled=compiled)
     how = (function, run.launch_cooperative_grid, run.launch_pdl)
     if not packed:  # ..., global scratch, profile scratch, metadata, launch metadata, hooks
-        return Variant(run.launch, (*how, None, None, metadata, None, None, None), False, compiled)
+        return Variant(run.launch, (*how, None, None, metadata, None, None, None), packed=False, compiled=compiled)
     # ..., metadata, launch metadata, hooks, scratch, kinds of the arguments
     fixed = (*how, metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
-    return Variant(run.launch, fixed, True, compiled)
+    return Variant(run.launch, fixed, packed=True, compiled=compiled)
 
 
 def launched(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:

@@ -130,7 +130,7 @@ def _plan(
     config: Config | None,
 ) -> tuple[Launch | None, int, torch.dtype | None]:
     check_parts(shape, stride, out_shape, out_stride)
-    wide = wide_type("reduce", wire_dtype, out_dtype, scaled, True)
+    wide = wide_type("reduce", wire_dtype, out_dtype, scaled, summed=True)
     assert wide is not None
     parts, length = shape
     if length == 0:

@@ -134,5 +134,5 @@ def _plan(name: str, device: int, unit: int, row_bytes: int, count: int, index: 
         BLOCK_COLS=block_cols,
     )  # fmt: skip
     types = (_INTEGERS[element], _INTEGERS[element])
-    launch = Launch(_rows_kernel, device, 1, types, (), constants, tile.num_warps)
+    launch = Launch(_rows_kernel, device, 1, types, arguments=(), constants=constants, num_warps=tile.num_warps)
     return RowsPlan(launch, tile.block_rows, -(-row_bytes // unit // (block_cols // vec)))

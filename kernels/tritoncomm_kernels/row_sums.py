@@ -105,19 +105,19 @@ def _scale_rows_kernel(
         Program 1 writes ``[_, _, _, _, 10.0, 20.0]``.
     """
     pid = tl.program_id(0)
-    po = _divide(pid, blocks)
-    pk = pid - po * blocks
-    i = po * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    row_block = _divide(pid, blocks)
+    column_block = pid - row_block * blocks
+    i = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     lane = tl.arange(0, BLOCK_COLS)[None, :]
-    c, element = pk * (BLOCK_COLS // VEC) + lane // VEC, lane % VEC
+    unit, element = column_block * (BLOCK_COLS // VEC) + lane // VEC, lane % VEC
     pair = tl.load(pair_at.to(tl.pointer_type(INDEX)) + i, mask=i < count, other=-1).to(tl.int64)
-    is_pair, mask = (pair >= 0) & (pair < limit), (i < count) & (c < row)
+    is_pair, mask = (pair >= 0) & (pair < limit), (i < count) & (unit < row)
     pair = tl.where(is_pair, pair, 0)
     source = pair // SLOTS
     weights_ptr = weights_at.to(tl.pointer_type(WIDE)) + source * stride_weights + (pair - source * SLOTS)
-    x = widen(tl.load(lists_ptr + (source * stride_lists + c) * VEC + element, mask=mask & is_pair, other=0), WIDE)
+    x = widen(tl.load(lists_ptr + (source * stride_lists + unit) * VEC + element, mask=mask & is_pair, other=0), WIDE)
     x *= tl.load(weights_ptr, mask=is_pair, other=0)
-    out_ptr += (i.to(tl.int64) * stride_out + c) * VEC + element
+    out_ptr += (i.to(tl.int64) * stride_out + unit) * VEC + element
     tl.store(out_ptr, narrow(x, out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -313,7 +313,7 @@ def dot_rows(x: Tensor, y: Tensor, pair: Tensor, out: Tensor) -> int:
     if not out.is_contiguous():
         raise ValueError(f"dot_rows: out must be contiguous, not strided by {out.stride()}")
     if lists.rows and lists.row and out.numel():
-        _run("dot_rows", (pair, out), lists, (x, y), (out.numel(), lists.rows), None)
+        _run("dot_rows", (pair, out), lists, (x, y), limits=(out.numel(), lists.rows))
     elif not lists.row:
         out.view(-1)[pair[(pair >= 0) & (pair < out.numel())].long()] = 0
     return lists.rows * (lists.row * (x.itemsize + y.itemsize) + pair.itemsize + out.itemsize)
@@ -367,7 +367,7 @@ def _run(
     lists: ListedRows,
     tensors: tuple[Tensor, Tensor],
     limits: tuple[int, int],
-    weights: Tensor | None,
+    weights: Tensor | None = None,
     beside: Tensor | None = None,
 ) -> None:
     """Launch one call.
@@ -381,32 +381,43 @@ def _run(
     first, second = tensors
     check_place(name, first, second, *addressed)
     limit, count = limits
-    # All numbers have to be whole units, as every row starts with one.
-    strides = [x.stride(0) if x.shape[0] > 1 else lists.row for x in tensors]
-    small, large = sorted((first.itemsize, second.itemsize))
-    aligned, distance, stride_beside = math.gcd((first.data_ptr() | second.data_ptr()) & 15 or 16, 16), 0, 0
+    strides, behind = [_row_stride(x, lists.row) for x in tensors], (0, 0)
     if beside is not None:
         rows = first if name == "sum_rows" else second
         distance = (beside.data_ptr() - rows.data_ptr()) // rows.itemsize
-        stride_beside = beside.stride(0) if beside.shape[0] > 1 else lists.row
-    units = 16 // small if aligned == 16 else max(aligned // large, 1)
-    vec = math.gcd(units, lists.row, *strides, distance, stride_beside)
-    types, shape = (first.dtype, second.dtype, lists.wide, addressed[0].dtype), (lists.slots, lists.row, vec)
+        behind = distance, _row_stride(beside, lists.row)
+    # A unit divides the length of a row and all distances of rows, so that every row starts with a whole one.
+    unit = math.gcd(_elements_per_access(first, second), lists.row, *strides, *behind)
+    types, shape = (first.dtype, second.dtype, lists.wide, addressed[0].dtype), (lists.slots, lists.row, unit)
     plan = _plan(name, first.get_device(), types, shape, power_of_two(count), (weights is not None, beside is not None))
-    row: tuple[int, ...] = (lists.row // vec,)
-    stride_weights = 0 if weights is None else weights.stride(0)
     # A tensor without elements has no address, and nothing is read there.
     addresses = [x.data_ptr() or addressed[0].data_ptr() for x in (addressed[0], addressed[-1])]
-    if name in ("sum_rows", "scale_rows"):
-        row = stride_weights, count, *row, plan.blocks
+    row, stride_weights = lists.row // unit, 0 if weights is None else weights.stride(0)
+    behind = behind[0] // unit, behind[1] // unit
+    numbers: tuple[int, ...] = (row,)  # the last arguments of each kernel
     if name == "sum_rows":
         total = limit + (0 if beside is None else beside.shape[0])
-        row = *row, total, distance // vec, stride_beside // vec
+        numbers = stride_weights, count, row, plan.blocks, total, *behind
+    elif name == "scale_rows":
+        numbers = stride_weights, count, row, plan.blocks
     elif name == "scale_dot_rows":
         addresses.insert(1, addressed[1].data_ptr())
-        row = stride_weights, *row, distance // vec, stride_beside // vec
-    numbers = *addresses, limit, strides[0] // vec, strides[1] // vec, *row
-    plan.launch(first, second, 1.0, *numbers, grid=plan.grid(name, count, lists.row))
+        numbers = stride_weights, row, *behind
+    numbers = *addresses, limit, strides[0] // unit, strides[1] // unit, *numbers
+    scale = 1.0  # every launch has one, and these kernels do not read it
+    plan.launch(first, second, scale, *numbers, grid=plan.grid(name, count, lists.row))
+
+
+def _row_stride(x: Tensor, row: int) -> int:
+    """Return the elements from one row of ``x`` to the next; of a single row its length."""
+    return x.stride(0) if x.shape[0] > 1 else row
+
+
+def _elements_per_access(first: Tensor, second: Tensor) -> int:
+    """Return how many elements an access may have: 16 bytes of the smaller, or as many bytes as both are aligned to."""
+    small, large = sorted((first.itemsize, second.itemsize))
+    aligned = math.gcd((first.data_ptr() | second.data_ptr()) & 15 or 16, 16)  # bytes
+    return 16 // small if aligned == 16 else max(aligned // large, 1)
 
 
 @lru_cache(maxsize=1024)
@@ -442,5 +453,5 @@ def _plan(
         "WIDE": TRITON_TYPE[wide], "VEC": vec, "LANES": lanes, "BLOCK_ROWS": rows, "BLOCK_COLS": cols,
     }  # fmt: skip
     constants = {name: constants[name] for name in kernel.arg_names if name.isupper()}
-    launch = Launch(kernel, device, 1, (pointers[0], pointers[1]), (), constants, warps)
+    launch = Launch(kernel, device, 1, (pointers[0], pointers[1]), arguments=(), constants=constants, num_warps=warps)
     return RowsPlan(launch, rows, -(-row // cols))

@@ -248,7 +248,7 @@ def _plan(
             of_sums = next((each for each in added if each not in copies), next(iter(added), None))
         launches.append(_launch(call, kind, rows, of_sums, added.pop(of_sums, {})))
     # Sums that joined no launch have one without copies.
-    launches += [_launch(call, None, [], kind, rows) for kind, rows in added.items()]
+    launches += [_launch(call, kind=None, rows=[], of_sums=kind, added=rows) for kind, rows in added.items()]
     return launches, checked.copied
 
 
@@ -328,7 +328,16 @@ def _launch(
         BLOCK=block, PAIRED=call.is_paired,
     )  # fmt: skip
     types = (torch.int64, torch.int64)
-    return Launch(_segments_kernel, call.ends[2], programs, types, (), constants, _WARPS, table), wide
+    return Launch(
+        _segments_kernel,
+        call.ends[2],
+        programs,
+        types,
+        arguments=(),
+        constants=constants,
+        num_warps=_WARPS,
+        table=table,
+    ), wide
 
 
 def _accesses(kind: _Kind, units: int) -> list[tuple[torch.dtype, torch.dtype, torch.dtype | None, int, int]]:

@@ -104,7 +104,7 @@ def _walk(
         if SCATTER:
             tl.store(in_rows, converted(x, scale, in_rows, mask, ROWS, WIDE, HAS_SCALE, ACCUMULATE), mask=mask)
         else:
-            tl.store(in_wire, converted(x, scale, in_rows, mask, WIRE, WIDE, HAS_SCALE, False), mask=mask)
+            tl.store(in_wire, converted(x, scale, in_rows, mask, WIRE, WIDE, HAS_SCALE, ACCUMULATE=False), mask=mask)
 
 
 @triton.jit(do_not_specialize=["scale", *_ADDRESSES])
@@ -120,9 +120,9 @@ def _segments_kernel(
 ):  # fmt: skip
     """Copy the records of this program, from number ``table_ptr[program]`` up to the first one of the next program.
 
-    Kind w of a record moves units of ``VEC[w]`` elements, ``BLOCK[w]`` units at a time, from elements ``ROWS[w]`` of a
-    tensor to ``WIRE[w]``, or back, with arithmetic in ``WIDE[w]``. Kinds below WIDTHS occur; kinds from SUMS on add
-    up parts.
+    A record of kind w moves units of ``VEC[w]`` elements, ``BLOCK[w]`` units at a time, from a tensor of dtype
+    ``ROWS[w]`` to a wire of dtype ``WIRE[w]``, or back, with arithmetic in dtype ``WIDE[w]``. Kinds below WIDTHS occur;
+    kinds from SUMS on add up parts.
 
     Example:
         The two records of the module's example, one for each of 2 programs: the starts are ``0, 1, 2``. The tensors
@@ -139,18 +139,20 @@ def _segments_kernel(
     count = (tl.load(table_ptr + program + 1) - first).to(tl.int32)
     record_ptr = table_ptr + tl.num_programs(0) + 1 + first * WORDS
     for _ in range(count):
-        # The words of a record as the module's table lays them out.
+        # The words of a record, and the fields in their bits, as the module's table lays them out.
         rows_at, wire_word = tl.load(record_ptr), tl.load(record_ptr + 1)
-        sizes, kind = tl.load(record_ptr + 2), tl.load(record_ptr + 3)
-        wire_gap, part_list = 0 * sizes, 0 * sizes
+        size_word, kind_word = tl.load(record_ptr + 2), tl.load(record_ptr + 3)
+        wire_gap, part_list = 0 * size_word, 0 * size_word
         if WORDS > 4:
             wire_gap = tl.load(record_ptr + 4)
         if WORDS > 5:
             part_list = tl.load(record_ptr + 5)
         record_ptr += WORDS
         wire_at, skip = wire_word & 0xFFFFFFFFFFFF, (wire_word >> 48).to(tl.int32)
-        units, magic, gap, code = sizes.to(tl.int32), (sizes >> 32).to(tl.int32), kind >> 32, kind.to(tl.int32)
-        readable, tensor = tl.where((code & 8) != 0, 0, units), (code >> 4) & 0xFFFFFFF
+        units, magic = size_word.to(tl.int32), (size_word >> 32).to(tl.int32)
+        gap, low_bits = kind_word >> 32, kind_word.to(tl.int32)
+        kind, is_padding, tensor = low_bits & 7, (low_bits & 8) != 0, (low_bits >> 4) & 0xFFFFFFF
+        readable = tl.where(is_padding, 0, units)
         # Byte offsets become addresses: of the tensor, and of the wire or, of pairs, of the tensor's target.
         if PAIRED:
             tensor *= 2
@@ -171,7 +173,7 @@ def _segments_kernel(
                 wire_at += paired
         parts_ptr, parts = table_ptr + (part_list & 0xFFFFFFFF), (part_list >> 32).to(tl.int32)
         for w in tl.static_range(WIDTHS):
-            if WIDTHS == 1 or (code & 7) == w:
+            if WIDTHS == 1 or kind == w:
                 _walk(
                     rows_at, wire_at, units, skip, magic, gap, wire_gap, parts_ptr, parts, readable, scale, ROWS[w],
                     WIRE[w], VEC[w], BLOCK[w], WIDE[w], w >= SUMS, WORDS, STRIDED, SCATTER, PADDED, HAS_SCALE,

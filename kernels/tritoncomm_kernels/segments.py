@@ -247,7 +247,7 @@ def layouts_of(wire: Tensor, tensors: Sequence[Tensor]) -> Layouts:
     is_lazy = any(map(Tensor.is_neg, every)) or (_has_complex(dtypes) and any(map(Tensor.is_conj, every)))
     is_lazy = is_lazy or (-1 in devices and any(map(_is_meta, every)))
     if all(map(Tensor.is_contiguous, every)):
-        return Layouts(dtypes, tuple(map(Tensor.numel, every)), None, devices, is_lazy)
+        return Layouts(dtypes, tuple(map(Tensor.numel, every)), strides=None, devices=devices, is_lazy=is_lazy)
     return Layouts(dtypes, tuple([x.shape for x in every]), tuple([x.stride() for x in every]), devices, is_lazy)
 
 

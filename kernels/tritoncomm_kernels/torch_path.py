@@ -96,7 +96,7 @@ def reduce(wire: Tensor, out: Tensor, scale: float | None = None, *, config: Con
     check_parts(wire.shape, wire.stride(), out.shape, out.stride())
     if wire.is_complex() and wire.dtype is out.dtype and scale is None:
         wire, out = torch.view_as_real(wire).flatten(1), torch.view_as_real(out).flatten()
-    wide = wide_type("reduce", wire.dtype, out.dtype, scale is not None, True)
+    wide = wide_type("reduce", wire.dtype, out.dtype, scale is not None, summed=True)
     assert wide is not None
     factor = None if scale is None else checked_scale("reduce", scale, wide)
     block = _SUMMED * torch.get_num_threads()
@@ -172,7 +172,7 @@ def copy_segments(tensors: Sequence[Tensor], targets: Sequence[Tensor], copies: 
             if wide is None:
                 pairs.append((target_rows, x))
             else:
-                put(target_rows, [x], None, wide)
+                put(target_rows, [x], scale=None, wide=wide)
         if pairs:
             _copy_all(pairs)
     return checked.copied
@@ -327,7 +327,7 @@ class _PairRows(NamedTuple):
 
     rows: Tensor
     places: Tensor
-    mask: Tensor | None
+    mask: Tensor | None = None
 
 
 def _rows_of_pairs(x: Tensor, pairs: Tensor, slots: int) -> _PairRows:
@@ -335,7 +335,7 @@ def _rows_of_pairs(x: Tensor, pairs: Tensor, slots: int) -> _PairRows:
     lines = pairs // slots
     if not x.is_cuda and x.numel():  # of rows without elements torch raises another error
         with suppress(IndexError):
-            return _PairRows(x.index_select(0, lines), pairs, None)
+            return _PairRows(x.index_select(0, lines), pairs)
     mask = (lines >= 0) & (lines < x.shape[0])
     return _PairRows(x.index_select(0, lines[mask]), pairs[mask], mask)
 

@@ -41,25 +41,31 @@ def peers_of(name: str) -> set[str]:
     return {"plain", "bare"} if has_none else {"plain", "DTensor", "bare"}
 
 
-def test_every_exchange_is_measured_with_its_peers(tmp_path: Path) -> None:
+OF_EACH_KIND = ("sp2hp", "gather_from_sequence", "Ulysses", "all_reduce", "hop both")
+
+
+@pytest.mark.parametrize("words", [OF_EACH_KIND, pytest.param((), marks=pytest.mark.slow)], ids=["some", "all"])
+def test_exchanges_are_measured_with_their_peers(tmp_path: Path, words: tuple[str, ...]) -> None:
     """One command, within 80 columns; its file has a place on the page of benchmarks."""
     path = tmp_path / "exchanges.json"
+    expected = [one for one, _ in chosen(Settings(only=words, sizes=(SMALL,), device="cpu"))]
     command = [sys.executable, "-m", "tritoncomm", "bench", "--mib", str(SMALL), "--budget", "200", "--json", str(path)]
+    command += [text for word in words for text in ("--only", word)]
     done = subprocess.run(command, env=checkout() | {"COLUMNS": "80"}, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert all(len(line) <= 80 for line in lines if "written" not in line and "±" not in line)
-    assert "18 rows: values and gradients of all providers are equal" in lines
+    assert f"{len(expected)} rows: values and gradients of all providers are equal" in lines
     content = json.loads(path.read_text())
     assert {row["exchange"]: set(row["ratio"]) for row in content["rows"]} == {
-        one.name: peers_of(one.name) for one in EXCHANGES
+        one.name: peers_of(one.name) for one in expected
     }
     assert (content["ranks"], content["backend"], content["failed"], content["left_out"]) == (2, "gloo", [], [])
     for row in content["rows"]:
         assert any(line.startswith(f"{row['exchange']} {SMALL:g} ") for line in lines), row["row"]
     page = report.page(written_as(tmp_path, "nvidia-x", content))
     assert "2 ranks over gloo, bfloat16." in page
-    assert page.count("MiB, eager |") == len(EXCHANGES)
+    assert page.count("MiB, eager |") == len(expected)
 
 
 def written_as(folder: Path, device: str, content: dict[str, Any]) -> Path:

@@ -123,7 +123,7 @@ def test_an_exchange_of_new_sizes_in_every_call(group: ProcessGroup) -> None:
         x = torch.arange(sum(sent) * 2.0).view(-1, 2) + 100 * rank
         pack = Pass([Block(0, x.shape, x.stride(), 0, 0, (2, 1))], [x.dtype], x.numel())
         counts = (tuple(2 * n for n in side) for side in (sent, received))
-        exchange = Exchange(pack, None, [(sum(received), 2)], *counts, 8 * (sum(sent) - sent[rank]))
+        exchange = Exchange(pack, None, *counts, 8 * (sum(sent) - sent[rank]), shapes=[(sum(received), 2)])
         (out,) = exchange.run([x], group, Span("test"))
         starts = [[sum(row[:b]) for b in range(world)] for row in rows]
         expected = [

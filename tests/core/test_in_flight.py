@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tritoncomm import collective
 from tritoncomm.core import backend
+from tritoncomm.core.backend import Transfer
 from tritoncomm.p2p import transport
 from tritoncomm.p2p.neighbours import Neighbours
 
@@ -222,10 +223,10 @@ def test_a_batch_that_cannot_be_completed_is_ended(fake: Device, monkeypatch: py
     monkeypatch.setattr(ProcessGroup, "_get_backend", lambda *_: mock.Mock(supports_coalescing=True))
     fake.fails = 1
     with pytest.raises(torch.OutOfMemoryError):
-        backend.batch([(True, 1, T(4)), (False, 1, T(4))], world())
+        backend.batch([Transfer(1, T(4), is_send=True), Transfer(1, T(4), is_send=False)], world())
     assert calls == ["start", "end"]
     fake.fails = -1
-    assert len(backend.batch([(True, 1, T(4)), (False, 1, T(4))], world())) == 1
+    assert len(backend.batch([Transfer(1, T(4), is_send=True), Transfer(1, T(4), is_send=False)], world())) == 1
     assert calls == ["start", "end"] * 2
 
 

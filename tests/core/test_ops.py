@@ -313,7 +313,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """``auto`` takes the kernels, which are planned and checked but not launched: tensors may be on the meta device."""
     launched: list[tuple[int, ...]] = []
     monkeypatch.setattr(
-        ops, "path_for", lambda x, *rest: "triton" if ops._forced.value == "auto" else ops.forced_path()
+        ops, "path_for", lambda x, *_, **__: "triton" if ops._forced.value == "auto" else ops.forced_path()
     )
     monkeypatch.setattr(launch.Launch, "__call__", lambda call, *rest: launched.append(call.arguments))
     return launched

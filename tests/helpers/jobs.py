@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from pool import PATIENCE, fork_server, strict_warnings
 from torch.distributed import TCPStore
 
@@ -87,6 +88,8 @@ def _rank(
     for name in os.environ.keys() - without_launcher(os.environ).keys():
         del os.environ[name]
     os.environ.update(variables)
+    if threads := variables.get("OMP_NUM_THREADS"):  # which the fork server's torch has read before
+        torch.set_num_threads(int(threads))
     try:
         connection.send(function(*args))
     except BaseException as error:

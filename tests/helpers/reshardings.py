@@ -207,7 +207,7 @@ def simulate(
     ]
     for plan, mine in zip(plans, tensors, strict=True):
         plan.wires = []
-        plan.run(mine, None, "simulate")
+        plan.run(mine, "simulate")
     active = [[bucket for bucket in plan.transfers.buckets if not bucket.is_quiet] for plan in plans]
     assert len({len(each) for each in active}) == 1
     for rank, plan in enumerate(plans):
@@ -216,4 +216,4 @@ def simulate(
             parts = [sender.wires[place].split(active[w][place].send.counts)[rank] for w, sender in enumerate(plans)]
             assert tuple(part.numel() for part in parts) == bucket.recv.counts
             plan.delivered.append(torch.cat(parts))
-    return [list(plan.run(mine, None, "simulate")) for plan, mine in zip(plans, tensors, strict=True)], plans
+    return [list(plan.run(mine, "simulate")) for plan, mine in zip(plans, tensors, strict=True)], plans

@@ -94,7 +94,7 @@ def test_every_model(pool: Pool, name: str, world: int) -> None:
 @pytest.mark.parametrize("name", ["gemma3", "llava", "qwen3_5", "qwen3_vl"])
 def test_drawn_batches(pool: Pool, name: str, world: int) -> None:
     """Images that begin, end and span shards, several in a row, none on a rank, text alone; padding at either side."""
-    seeds = range(8 * world, 8 * world + 8)
+    seeds = range(8 * world, 8 * world + (4 if world == 3 else 8))  # 3 ranks: in every run
     assert set(pool.run(drawn_verdicts, name, seeds, world=world)[0].values()) == {"right"}
 
 
@@ -393,16 +393,21 @@ def test_refusals(group: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.slow), "qwen3_vl"])
-def test_compiled_models(group: ProcessGroup, name: str) -> None:
-    """The whole model, and its layers alone."""
+@pytest.mark.parametrize(
+    ("name", "is_whole"),
+    [
+        ("qwen3_vl", True),
+        pytest.param("qwen3_vl", False, marks=pytest.mark.slow),
+        pytest.param("gemma3", True, marks=pytest.mark.slow),
+        pytest.param("gemma3", False, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_models(group: ProcessGroup, name: str, is_whole: bool) -> None:
+    """The whole model, or its layers alone."""
     try:
         it = Switched(group, name)
-        it.model.compile(backend="aot_eager")
-        it.check()
-        it = refreshed(it, group, name)
-        for layer in it.model.model.language_model.layers:
-            layer.compile(backend="aot_eager")
+        for part in [it.model] if is_whole else it.model.model.language_model.layers:
+            part.compile(backend="aot_eager")
         it.check()
     finally:
         torch.compiler.reset()

@@ -151,7 +151,7 @@ class Recorder:
         self.calls: list[Any] = []
 
         def batch(transfers: list[Any], group: ProcessGroup) -> list[Any]:
-            self.calls.append([("send" if is_send else "recv", peer, group) for is_send, peer, _ in transfers])
+            self.calls.append([("send" if each.is_send else "recv", each.peer, group) for each in transfers])
             return [self]
 
         for verb in ("send", "recv"):

@@ -392,7 +392,7 @@ def test_the_bench_checks_bits_before_it_times(case: Case, monkeypatch: pytest.M
 def test_the_bench_times_both_paths(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     real = ops.path_for
-    monkeypatch.setattr(ops, "path_for", lambda *a: seen.append(real(*a)) or seen[-1])
+    monkeypatch.setattr(ops, "path_for", lambda *a, **names: seen.append(real(*a, **names)) or seen[-1])
     monkeypatch.setattr(measure, "_CALLS", 1)
     assert min(interpreted().paths(Case(op, 2, 16, 2, torch.float32))) > 0
     assert set(seen) == {"torch", "triton"}

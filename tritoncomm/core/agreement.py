@@ -114,19 +114,22 @@ def _gathered_texts(own: Mapping[str, object], group: ProcessGroup, name: str) -
 
 
 def _hidden_difference(
-    names: Sequence[str], parts: Callable[[str], list[str]] | None, group: ProcessGroup, name: str, things: str
+    names: Sequence[str], parts_of: Callable[[str], list[str]] | None, group: ProcessGroup, name: str, things: str
 ) -> str:
-    """Return the first part in which ranks differ whose values have the same words; all ranks call with these names."""
-    own = {key: hashlib.blake2b("\n".join(parts(key)).encode()).hexdigest() if parts else "" for key in names}
+    """Tell of the first part of a value that ranks have in different forms, where their values print alike.
+
+    All ranks call, with the same names.
+    """
+    own = {key: hashlib.blake2b("\n".join(parts_of(key)).encode()).hexdigest() if parts_of else "" for key in names}
     hashes = _gathered_texts(own, group, name)
     differing = [key for key in names if len({each[key] for each in hashes}) > 1]
-    if not differing or parts is None:
+    if not differing or parts_of is None:
         return f"ranks of the group have different {things}, nothing was sent; they look alike in words"
     key = differing[0]
-    lists: Any = [each["parts"] for each in _gathered_texts({"parts": parts(key)}, group, name)]
-    first = next(values for values in zip_longest(*lists, fillvalue="nothing more") if len(set(values)) > 1)
-    rank = next(rank for rank, value in enumerate(first) if value != first[0])
-    where = f"{key} has {first[0]} according to rank 0, {first[rank]} according to rank {rank}"
+    lists: Any = [texts[key] for texts in _gathered_texts({key: parts_of(key)}, group, name)]
+    by_rank = next(parts for parts in zip_longest(*lists, fillvalue="nothing more") if len(set(parts)) > 1)
+    rank = next(rank for rank, part in enumerate(by_rank) if part != by_rank[0])
+    where = f"{key} has {by_rank[0]} according to rank 0, {by_rank[rank]} according to rank {rank}"
     return f"ranks of the group have different {things}, nothing was sent: {where}"
 
 

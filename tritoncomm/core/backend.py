@@ -66,9 +66,9 @@ Work = Any
 class Transfer(NamedTuple):
     """One message between this rank and the rank ``peer`` of the group."""
 
-    is_send: bool
     peer: int
     tensor: Tensor
+    is_send: bool
 
 
 _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = (
@@ -267,7 +267,7 @@ class Handle:
 
     __slots__ = ("_buffers", "_finish", "_version", "_work", "result")
 
-    def __init__(self, work: Work, result: Tensor, finish: Callable[[], Any] | None, *buffers: Tensor) -> None:
+    def __init__(self, work: Work, result: Tensor, *buffers: Tensor, finish: Callable[[], Any] | None = None) -> None:
         # The first of the buffers is the one that is sent. One inside of a storage has the version of the whole.
         self._work, self.result, self._finish = work, result, finish
         self._buffers: tuple[Tensor, ...] = buffers
@@ -385,7 +385,8 @@ def send_and_receive(
         sends, receives: (rank in the group, tensor) of every message.
     """
     # Receives first: as a rank of two disjoint sets sends or receives alone, no order of these can block.
-    transfers = [Transfer(False, peer, x) for peer, x in receives] + [Transfer(True, peer, x) for peer, x in sends]
+    transfers = [Transfer(peer, x, is_send=False) for peer, x in receives]
+    transfers += [Transfer(peer, x, is_send=True) for peer, x in sends]
     tensors = [transfer.tensor for transfer in transfers]
     # Gloo would take meta tensors and send nothing.
     if any(x.is_meta for x in tensors):
@@ -398,7 +399,7 @@ def batch(transfers: Sequence[Transfer], group: ProcessGroup) -> list[Work]:
     """Start messages together; return one work for all of them, or one for each if the backend does not batch."""
     if not transfers:
         return []
-    tensors, device = [x for _, _, x in transfers], transfers[0][2].device
+    tensors, device = [transfer.tensor for transfer in transfers], transfers[0].tensor.device
     starts = [partial(_start, each, group) for each in transfers]
     if not (type(group) is ProcessGroup and group._get_backend(device).supports_coalescing):
         return _together(starts, group, tensors)
@@ -417,8 +418,8 @@ def batch(transfers: Sequence[Transfer], group: ProcessGroup) -> list[Work]:
 
 def _start(transfer: Transfer, group: ProcessGroup) -> Work:
     """Start the send or receive of one message, and return torch's work."""
-    is_send, peer, x = transfer
-    return (group.send if is_send else group.recv)([x], peer, 0)  # tag 0
+    call = group.send if transfer.is_send else group.recv
+    return call([transfer.tensor], transfer.peer, 0)  # tag 0
 
 
 class _Works:
@@ -489,7 +490,7 @@ def _rooted(call: Any, kind: Any, parts: list[Tensor], group: ProcessGroup, op: 
 
     def start(w: int, part: Tensor) -> Work:
         """Start the collective of ``part``, whose root is rank w."""
-        options = _options(kind, True, op)  # they run at the same time on Gloo
+        options = _options(kind, asynchronous=True, op=op)  # they run at the same time on Gloo
         options.rootRank = w
         return call([part], options)
 

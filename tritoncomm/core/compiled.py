@@ -147,7 +147,7 @@ def _all_to_all(
     return torch.view_as_complex(out.view(-1, 2)) if x.is_complex() else out.view(x.dtype)
 
 
-def all_gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
+def all_gather(x: Tensor, dim: int, group: ProcessGroup, name: str, sizes: Ints | None = None) -> Tensor:
     """Add to the graph an all-gather along ``dim``, and return the gathered tensor; see ``eager.all_gather``."""
     world = group.size()
     if world == 1:
@@ -201,21 +201,21 @@ def _packed(x: Tensor, dim: int, world: int, sizes: Ints | None, name: str) -> T
     return torch.ops.tritoncomm.pack(x, dim, world, None if sizes is None else list(sizes), name)
 
 
-def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
+def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup, name: str, sizes: Ints | None = None) -> Tensor:
     """Add to the graph a sum over the ranks; return this rank's shard of ``dim``. See ``eager.reduce_scatter``."""
     world = group.size()
     if world == 1:
         return x
     planned = _plan(plan.reduce_scatter, x, group, name, dim, world, group.rank(), sizes)
     if _uneven(sizes, world, x.shape[dim] // world) is not None:  # no functional reduce-scatter takes split sizes
-        return split(all_reduce(x, group, name), dim, group, sizes, name)
+        return split(all_reduce(x, group, name), dim, group, name, sizes)
     _check_sum(x, name)
     wire = _packed(x, dim, world, sizes=None, name=name)
     pending = _c10d.reduce_scatter_tensor(wire, _sum_of(x), world, group.group_name)
     return _shaped(_finished(pending, name, planned.bytes_sent), planned.shape)
 
 
-def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
+def split(x: Tensor, dim: int, group: ProcessGroup, name: str, sizes: Ints | None = None) -> Tensor:
     """Return this rank's shard of ``dim`` by plain operators of torch, which inductor fuses; see ``eager.split``."""
     if group.size() == 1:
         return x

@@ -38,8 +38,8 @@ class DocumentGroups(NamedTuple):
 
     shape: tuple[int, int]
     groups: tuple[tuple[int, int], ...]
-    order: Tensor | None
-    inverse: Tensor | None
+    order: Tensor | None = None
+    inverse: Tensor | None = None
 
     def split(self, x: Tensor, batch: int, positions: int) -> list[Tensor]:
         """Return a tensor for each group, with its documents in dim ``batch`` and their positions in ``positions``."""
@@ -102,7 +102,7 @@ def _make_groups(rows: tuple[Ints, ...], batch: int, device: torch.device) -> Do
     groups = tuple([(len(documents), size) for size, documents in by_length.items()])
     documents = [document for of_length in by_length.values() for document in of_length]
     if all(a.start < b.start for a, b in pairwise(documents)):
-        return DocumentGroups((batch, length), groups, None, None)
+        return DocumentGroups((batch, length), groups)
     order = torch.cat([torch.arange(start, start + size) for start, size in documents])
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
     indices = [index.to(torch.int32).to(device) for index in (order, inverse)]

@@ -50,8 +50,8 @@ def all_gather(
     x: Tensor,
     dim: int,
     group: ProcessGroup,
-    sizes: Ints | None,
     name: str,
+    sizes: Ints | None = None,
     asynchronous: bool = False,
     allocate: Callable[[Ints, torch.dtype], Tensor] | None = None,
 ) -> Any:
@@ -61,7 +61,7 @@ def all_gather(
         allocate: returns memory for what arrives, contiguous and of this shape; new memory by default.
     """
     if is_compiling():
-        return compiled.traced(all_gather, compiled.all_gather, name)(x, dim, group, sizes, name)
+        return compiled.traced(all_gather, compiled.all_gather, name)(x, dim, group, name, sizes)
     span = enter(name, "all_gather", group, x, (dim, sizes))
     if span is None and sizes is None:
         return (x, None) if asynchronous else x
@@ -97,11 +97,11 @@ def all_gather(
         if planned.padded:  # what stands before the padding, and no view of it: see ``all_to_all``
             out = torch.ops.aten._unsafe_view(wire.narrow(0, 0, math.prod(planned.shape)), planned.shape)
         span.end("torch" if copied else "view", copied, planned.bytes_sent)
-        return (out, Handle(work, out, None, x, wire)) if asynchronous else out
+        return (out, Handle(work, out, x, wire)) if asynchronous else out
     if asynchronous:
         out = empty(x, planned.shape, contiguous_stride(planned.shape), x.dtype)
         span.end(ops.path_for(out, "unpack", dim, world, sizes), copied, planned.bytes_sent)
-        return out, Handle(work, out, lambda: unpack.unpack(wire, (out,)), x, wire)
+        return out, Handle(work, out, x, wire, finish=lambda: unpack.unpack(wire, (out,)))
     (out,), path, unpacked = unpack.results(wire, (planned.shape,))
     span.end(path, copied + unpacked, planned.bytes_sent)
     return out
@@ -125,8 +125,8 @@ def plan_gather(
         unpack = None if planned.in_order else padded_pass(planned.shape, dtype, dim, planned.recv_sizes)
         return _Gather(planned, unpack, wire)
     if planned.in_order:
-        return _Gather(planned, None, planned.shape)
-    unpack = ops.split_pass(planned.shape, None, dim, world, sizes)
+        return _Gather(planned, unpack=None, wire=planned.shape)
+    unpack = ops.split_pass(planned.shape, dim, world, sizes)
     # Gloo wants the ranks in dim 0.
     wire = (math.prod(planned.shape),) if sizes is not None else plan.resized(shape, 0, world * shape[0])
     return _Gather(planned, unpack, wire)
@@ -137,7 +137,7 @@ def padded_pass(shape: Ints, dtype: torch.dtype, dim: int, sizes: Ints) -> Split
     """Return the pass from uneven parts, each padded to the largest, to a contiguous tensor of this shape."""
     dim, world = plan.normalize_dim(shape, dim), len(sizes)
     if sizes == plan.chunk_sizes(shape[dim], world):  # padding at the end alone
-        return ops.split_pass(shape, None, dim, world, None)
+        return ops.split_pass(shape, dim, world)
     inner = math.prod(shape[dim + 1 :])
     outer, row, run = math.prod(shape[:dim]), shape[dim] * inner, max(sizes) * inner
     starts = running([size * inner for size in sizes], initial=0)
@@ -155,14 +155,14 @@ def reduce_scatter(
     x: Tensor,
     dim: int,
     group: ProcessGroup,
-    sizes: Ints | None,
     name: str,
+    sizes: Ints | None = None,
     op: Any = _SUM,
     asynchronous: bool = False,
 ) -> Any:
     """Reduce the ranks' tensors, all of one shape, by ``op`` and return this rank's shard of ``dim``."""
     if is_compiling():
-        return compiled.traced(reduce_scatter, compiled.reduce_scatter, name)(x, dim, group, sizes, name)
+        return compiled.traced(reduce_scatter, compiled.reduce_scatter, name)(x, dim, group, name, sizes)
     span = enter(name, "reduce_scatter", group, x, (dim, sizes, op))
     if span is None and sizes is None:
         return (x, None) if asynchronous else x
@@ -196,13 +196,13 @@ def reduce_scatter(
     else:
         work = backend.reduce_scatter(out, wire, op, group, name, asynchronous)
     span.end(path, copied, planned.bytes_sent)
-    return (out, Handle(work, out, None, wire)) if asynchronous else out
+    return (out, Handle(work, out, wire)) if asynchronous else out
 
 
-def split(x: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, name: str) -> Tensor:
+def split(x: Tensor, dim: int, group: ProcessGroup, name: str, sizes: Ints | None = None) -> Tensor:
     """Return this rank's shard of ``dim``, a view of ``x`` where that is contiguous; nothing is sent."""
     if is_compiling():
-        return compiled.traced(split, compiled.split, name)(x, dim, group, sizes, name)
+        return compiled.traced(split, compiled.split, name)(x, dim, group, name, sizes)
     span = enter(name, "split", group, x, (dim, sizes))  # None over a group of one rank
     if span is None and sizes is None:
         return x
@@ -260,7 +260,7 @@ def all_reduce(
     else:
         work = backend.all_reduce(out, op, group, name, asynchronous)
     span.end(path, copied, all_reduce_bytes(size, span.world))
-    return (out, Handle(work, out, None, out)) if asynchronous else out
+    return (out, Handle(work, out, out)) if asynchronous else out
 
 
 def rooted(
@@ -281,7 +281,7 @@ def rooted(
     # A broadcast is sent by its root, a reduce by every other rank.
     is_sender = (group.rank() == group_root) is (name == "broadcast")
     span.end("torch" if copied else "view", copied, out.nbytes if is_sender else 0)
-    return (out, Handle(work, out, None, out)) if asynchronous else out
+    return (out, Handle(work, out, out)) if asynchronous else out
 
 
 def sum_wire(wire: Tensor, group: ProcessGroup, name: str) -> Tensor:
@@ -336,14 +336,14 @@ def all_to_all_single(
     if nodes is not None:
         out = node_exchange.all_to_all(x, planned, nodes, group, span)
         # The exchange in two levels is over: the handle has no work to wait for.
-        return (out, Handle(None, out, None)) if asynchronous else out
+        return (out, Handle(work=None, result=out)) if asynchronous else out
     x, copied = ops.contiguous(x)
     shape = planned.shape
     # A stride does not depend on the number of rows, which may be new in every call with split sizes.
     out = empty(x, shape, contiguous_stride(shape if is_even else (1, *shape[1:])), x.dtype)
     work = backend.all_to_all(out, x, planned.recv_sizes, planned.send_sizes, group, name, asynchronous)
     span.end("torch" if copied else "view", copied, planned.bytes_sent)
-    return (out, Handle(work, out, None, x)) if asynchronous else out
+    return (out, Handle(work, out, x)) if asynchronous else out
 
 
 def all_to_all(
@@ -406,14 +406,14 @@ def plan_exchange(
     planned = plan.all_to_all(shape, itemsize, scatter_dim, gather_dim, world, rank, scatter_sizes, gather_sizes)
     unpack = None
     if not planned.in_order:
-        unpack = ops.split_pass(planned.shape, None, gather_dim, world, planned.recv_sizes or None)
+        unpack = ops.split_pass(planned.shape, gather_dim, world, planned.recv_sizes or None)
     return Exchange(
-        ops.split_pass(shape, stride, scatter_dim, world, planned.send_sizes or None),
+        ops.split_pass(shape, scatter_dim, world, planned.send_sizes or None, stride),
         unpack,
-        (planned.shape if target is None or unpack is not None else target,),
         planned.send_counts,
         planned.recv_counts,
         planned.bytes_sent,
+        shapes=(planned.shape if target is None or unpack is not None else target,),
     )
 
 

@@ -54,7 +54,7 @@ def all_to_all(
         shape: of new memory for what arrives, which is a result; by default that of the rows.
     """
     if shape is None and group.size() == 1:
-        return StartedExchange(wire, None, wire)
+        return StartedExchange(wire, work=None, send_wire=wire)
     is_of_rows = recv_wire is None and shape is None
     if recv_wire is None:
         if shape is None:
@@ -81,17 +81,17 @@ class Exchange(NamedTuple, Generic[_Pack, _Unpack]):
     Attributes:
         pack: pass from the tensors to the wire.
         unpack: pass from the received wire to the results; None where the wire is the one result.
-        shapes: of the results; needed unless the caller has memory for what arrives.
         send_counts, recv_counts: elements to and from each rank; empty if all are equal.
         bytes_sent: bytes to other ranks.
+        shapes: of the results; needed unless the caller has memory for what arrives.
     """
 
     pack: _Pack
     unpack: _Unpack
-    shapes: Sequence[Ints]
     send_counts: Ints
     recv_counts: Ints
     bytes_sent: int
+    shapes: Sequence[Ints] = ()
 
     def run(
         self,
@@ -111,7 +111,9 @@ class Exchange(NamedTuple, Generic[_Pack, _Unpack]):
         if self.send_counts:
             wire = wire.view(-1)  # counts are of elements
         shape = self.shapes[0] if self.unpack is None else None  # the result itself arrives, in its own shape
-        flight = all_to_all(wire, self.send_counts, self.recv_counts, group, span.name, None, asynchronous, shape)
+        flight = all_to_all(
+            wire, self.send_counts, self.recv_counts, group, span.name, asynchronous=asynchronous, shape=shape
+        )
         if flight.work is not None:
             flight.work.wait()
         recv_wire = flight.recv_wire

@@ -236,9 +236,9 @@ def heads_plan(
     exchange = Exchange(
         Pass(blocks, [dtype] * len(shapes), sum(sent)),
         None if unpack.is_in_order else unpack,
-        [fused],
         *(((), ()) if layout.even else (sent, received)),
         (sum(sent) - sent[rank]) * dtype.itemsize,
+        shapes=[fused],
     )
     return ToHeads(exchange, heads if one_size else [n * shape[3] for n, shape in zip(heads, shapes, strict=True)],
                    () if one_size else results)  # fmt: skip
@@ -247,7 +247,7 @@ def heads_plan(
 @lru_cache(maxsize=4096)
 def sequence_plan(
     shapes: tuple[Ints, ...], strides: tuple[Ints, ...], layout: HeadLayout, rank: int, dtype: torch.dtype,
-    out_strides: tuple[Ints, ...],
+    out_strides: tuple[Ints, ...] = (),
 ) -> Exchange:  # fmt: skip
     """Plan the exchange from all positions of this rank's heads to its positions of all heads.
 
@@ -267,9 +267,9 @@ def sequence_plan(
     return Exchange(
         Pass(blocks, dtypes, sum(sent)),
         None if is_new and not has_sums and unpack.is_in_order else unpack,
-        results,
         *(((), ()) if layout.even else (sent, received)),
         (sum(sent) - sent[rank]) * dtype.itemsize,
+        shapes=results,
     )
 
 

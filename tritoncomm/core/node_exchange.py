@@ -174,9 +174,9 @@ def _even_levels(shape: Ints, itemsize: int, nodes: Nodes) -> _EvenLevels:
     row = math.prod(shape[1:])
     rows = nodes.across([size * chunk] * count)
     # The pack brings [node][local] of the rows in the middle to [local][node], and the unpack brings them back.
-    turn = split_pass((count, size, chunk * row), None, 1, size, None)
+    turn = split_pass((count, size, chunk * row), dim=1, world=size)
     counts = nodes.inside([count * chunk * row] * size)
-    inside = Exchange(turn, turn, (shape,), counts, counts, (size - 1) * count * chunk * row * itemsize)
+    inside = Exchange(turn, turn, counts, counts, (size - 1) * count * chunk * row * itemsize, shapes=(shape,))
     return _EvenLevels(rows, (count - 1) * size * chunk * row * itemsize, inside)
 
 

@@ -150,7 +150,7 @@ class SplitPass(NamedTuple):
             wire = x.new_empty(split.ranks[0])
             if copied := _plain_copy("pack", x, wire, split):
                 return PassResult(wire, "triton", copied)
-        return PassResult(wire, *_pack_into(wire, x, split, None))
+        return PassResult(wire, *_pack_into(wire, x, split))
 
     def unpack(self, wire: Tensor, tensors: Sequence[Tensor]) -> PassResult:
         """Bring the wire into a tensor of the split's shape and any strides."""
@@ -164,18 +164,18 @@ class SplitPass(NamedTuple):
         if split.gathered is None or not wire.is_contiguous():
             out = wire.new_empty(split.shape)
         else:
-            if path_for(wire, "unpack", split.dim, split.world, None, split.shape) == "torch":
+            if path_for(wire, "unpack", split.dim, split.world, shape=split.shape) == "torch":
                 return Results([_gathered(wire, split, split.gathered)], "torch", 2 * wire.nbytes)
             out = wire.new_empty(split.shape)
             if copied := _plain_copy("unpack", out, wire, split):
                 return Results([out], "triton", copied)
-        return Results([out], *_unpack_into(out, wire, split, None, False))
+        return Results([out], *_unpack_into(out, wire, split))
 
 
 _even_pass = lru_cache(maxsize=8192)(lambda *layout: SplitPass(split_of(*layout)))
 
 
-def split_pass(shape: Ints, stride: Ints | None, dim: int, world: int, sizes: Ints | None) -> SplitPass:
+def split_pass(shape: Ints, dim: int, world: int, sizes: Ints | None = None, stride: Ints | None = None) -> SplitPass:
     """Return the pass of a tensor of this shape and stride (None: contiguous), split as ``pack`` splits."""
     layout = shape, stride, dim, world
     return _even_pass(*layout) if sizes is None else SplitPass(split_by(*layout, sizes))
@@ -210,14 +210,14 @@ def pack(
     Traffic: reads ``x`` once, writes the wire once.
     """
     if scale is None and out is None and (dtype is None or dtype is x.dtype):
-        return split_pass(x.shape, x.stride(), dim, world, sizes).pack((x,))
+        return split_pass(x.shape, dim, world, sizes, x.stride()).pack((x,))
     x = resolved(x)
-    split, _range = split_pass(x.shape, x.stride(), dim, world, sizes).split, record.profiler_range("pack")
+    split, _range = split_pass(x.shape, dim, world, sizes, x.stride()).split, record.profiler_range("pack")
     wire = x.new_empty(split.wire_shape, dtype=dtype) if out is None else out
     return PassResult(wire, *_pack_into(wire, x, split, scale))
 
 
-def _pack_into(wire: Tensor, x: Tensor, split: Split, scale: float | None) -> tuple[CopyPath, int]:
+def _pack_into(wire: Tensor, x: Tensor, split: Split, scale: float | None = None) -> tuple[CopyPath, int]:
     """Pack ``x`` into a wire of any shape by ``pack_into``."""
     blocks = wire if split.sizes is not None else wire.view(split.world, split.outer, split.run)
     return pack_into(blocks, x, split, scale)
@@ -277,7 +277,7 @@ def unpack(
 
     Traffic: reads the wire once, writes the result once, and reads it too when accumulating.
     """
-    over = split_pass(tuple(shape), None if out is None else out.stride(), dim, world, sizes)
+    over = split_pass(tuple(shape), dim, world, sizes, None if out is None else out.stride())
     if out is None and scale is None and (dtype is None or dtype is wire.dtype):
         (out,), path, copied = over.results(wire)
         return PassResult(out, path, copied)
@@ -302,7 +302,7 @@ def _gathered(wire: Tensor, split: Split, layout: tuple[Ints, Ints, Ints | None]
 
 
 def _unpack_into(
-    out: Tensor, wire: Tensor, split: Split, scale: float | None, accumulate: bool
+    out: Tensor, wire: Tensor, split: Split, scale: float | None = None, accumulate: bool = False
 ) -> tuple[CopyPath, int]:
     """Unpack a wire of any shape; return the path and the bytes copied."""
     wire = wire.reshape((split.world, split.outer, split.run) if split.sizes is None else (-1,))

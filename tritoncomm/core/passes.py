@@ -253,7 +253,9 @@ class Pass:
                 torch.sum(stack.in_wire(typed), 0, dtype=dtype, out=x)
             else:
                 # Complex numbers are added as they are.
-                wide = dtype if dtype.is_complex else wide_type("unpack", dtype, x.dtype, scale is not None, True)
+                wide = (
+                    dtype if dtype.is_complex else wide_type("unpack", dtype, x.dtype, scale is not None, summed=True)
+                )
                 torch_path.put(x, [part.in_wire(typed) for part in parts], scale, wide, accumulate)
             copied += prod(block.size) * (len(parts) * dtype.itemsize + x.itemsize * (2 if accumulate else 1))
         return copied
@@ -266,7 +268,7 @@ class Pass:
             copied += prod(block.size) * (self._itemsize(block) + itemsize)
         return copied
 
-    def unpacked_bytes(self, tensors: Sequence[Tensor], accumulate: bool) -> int:
+    def unpacked_bytes(self, tensors: Sequence[Tensor], accumulate: bool = False) -> int:
         """Return the bytes that an unpack into these tensors reads plus writes."""
         copied = 0
         for block, parts, _ in self.targets:
@@ -296,7 +298,7 @@ class TablePass:
         _range = profiler._is_profiler_enabled and record.profiler_range("pack")
         rows = [tensors[i] for i in self.used]
         if takes_kernel(wire):
-            return PassResult(wire, "triton", self._launch("gather_segments", rows, wire, False))
+            return PassResult(wire, "triton", self._launch("gather_segments", rows, wire))
         return PassResult(wire, "torch", torch_path.gather_segments(rows, wire, self.table))
 
     def unpack(self, wire: Tensor, tensors: Sequence[Tensor], accumulate: bool = False) -> PassResult:
@@ -312,9 +314,9 @@ class TablePass:
         """Copy the rows of the tensors into the targets by the kernel; a caller without one copies blocks by torch."""
         _range = profiler._is_profiler_enabled and record.profiler_range("copy_segments")
         pairs = in_turns([tensors[i] for i in self.used], [targets[i] for i in self.used])
-        return PassResult(pairs[-1], "triton", self._launch("copy_segments", pairs, pairs[-1], False))
+        return PassResult(pairs[-1], "triton", self._launch("copy_segments", pairs, pairs[-1]))
 
-    def _launch(self, name: _KernelName, rows: list[Tensor], wire: Tensor, accumulate: bool) -> int:
+    def _launch(self, name: _KernelName, rows: list[Tensor], wire: Tensor, accumulate: bool = False) -> int:
         """Launch the kernels, which the first call prepares; return the bytes copied."""
         launches = self._launches.get((name, accumulate))
         if launches is None:

@@ -84,9 +84,11 @@ def all_gather(
     if largest := padded_size(recv_sizes) if pads and recv_sizes else 0:
         sent = math.prod(resized(shape, dim, largest)) * itemsize * (world - 1)
         in_order = in_order and ends_short(recv_sizes)
-        return CollectivePlan(result, sent, sent, in_order, (), recv_sizes, (), recv_counts, largest)
+        return CollectivePlan(
+            result, sent, sent, in_order, recv_sizes=recv_sizes, recv_counts=recv_counts, padded=largest
+        )
     sent, received = own * (world - 1), math.prod(result) * itemsize - own
-    return CollectivePlan(result, sent, received, in_order, (), recv_sizes, (), recv_counts)
+    return CollectivePlan(result, sent, received, in_order, recv_sizes=recv_sizes, recv_counts=recv_counts)
 
 
 def reduce_scatter(
@@ -97,7 +99,9 @@ def reduce_scatter(
     send_sizes, send_counts = _scattered(shape, dim, world, sizes)
     own = split_evenly(shape, dim, world) if sizes is None else send_sizes[rank]
     sent = math.prod(shape) * itemsize * (world - 1) // world
-    return CollectivePlan(resized(shape, dim, own), sent, sent, _leads(shape, dim), send_sizes, (), send_counts)
+    return CollectivePlan(
+        resized(shape, dim, own), sent, sent, _leads(shape, dim), send_sizes=send_sizes, send_counts=send_counts
+    )
 
 
 def all_to_all(
@@ -153,7 +157,14 @@ def all_to_all_single(
     if own != recv[rank]:
         raise ShapeError(f"this rank sends {own} rows to itself, but expects {recv[rank]}")
     arriving, nbytes = sum(recv), math.prod(row) * itemsize
-    return CollectivePlan((arriving, *row), (rows - own) * nbytes, (arriving - own) * nbytes, True, send, recv)
+    return CollectivePlan(
+        (arriving, *row),
+        (rows - own) * nbytes,
+        (arriving - own) * nbytes,
+        in_order=True,
+        send_sizes=send,
+        recv_sizes=recv,
+    )
 
 
 def split(shape: Ints, dim: int, world: int, rank: int, sizes: Ints | None = None) -> tuple[int, int]:

@@ -72,7 +72,7 @@ def row_passes(x: Tensor) -> RowPasses:
 
 def exchange_counts(counts: Tensor, group: ProcessGroup, name: str) -> None:
     """Send row w of ``counts[0]`` to rank w, and receive the ranks' rows for this one in ``counts[1]``."""
-    all_to_all(counts[0], (), (), group, name, counts[1])
+    all_to_all(counts[0], send_counts=(), recv_counts=(), group=group, name=name, recv_wire=counts[1])
 
 
 class RowsInFlight:
@@ -141,7 +141,7 @@ def start_to_ranks(
     # alone, so that the copy comes first if the wait is apart.
     for target, index in [own_rows, (wire, remote_index)] if is_apart else [(wire, remote_index)]:
         copied += _gather(passes, tensors, index, _views(target, tensors, starts))
-    work = all_to_all(wire, routes.send_counts, routes.recv_counts, group, name, remote_rows, True).work
+    work = all_to_all(wire, routes.send_counts, routes.recv_counts, group, name, remote_rows, asynchronous=True).work
     if not is_apart:
         copied += _gather(passes, tensors, own_index, _views(own_rows_place, tensors, starts))
     return RowsInFlight(_views(buffer, tensors, starts), work, wire, is_apart, path, copied)
@@ -164,10 +164,11 @@ def start_to_tokens(
     starts, width = wire_row([x.shape[1] * x.itemsize for x in tensors])
     num_send, num_recv = sum(routes.recv_counts), sum(routes.send_counts)
     parts, copied = [x.split_with_sizes((num_send, routes.local)) for x in tensors], 0
-    source = None
-    if len(tensors) == 1 and tensors[0].is_contiguous() and tensors[0].shape[1] * tensors[0].itemsize == width:
-        # Rows inside of a storage have the version of the whole, so that their changes are not seen before the wait.
-        source = tensors[0] if not is_apart or fills_storage(tensors[0]) else None
+    first = tensors[0]
+    is_wire = len(tensors) == 1 and first.is_contiguous() and first.shape[1] * first.itemsize == width
+    # A caller that runs other work before the wait may write to its rows. The version of a tensor tells of that if it
+    # is the whole storage; of a part it tells of writes elsewhere, too. So a part is copied.
+    source = first if is_wire and (not is_apart or fills_storage(first)) else None
     if source is not None:
         wire = parts[0][0].view(torch.uint8)
     else:
@@ -182,7 +183,7 @@ def start_to_tokens(
     targets = _views(own_place, tensors, starts) if is_copied else []
     if is_apart:
         copied += _copy(own_rows, targets)
-    work = all_to_all(wire, routes.recv_counts, routes.send_counts, group, name, remote_rows, True).work
+    work = all_to_all(wire, routes.recv_counts, routes.send_counts, group, name, remote_rows, asynchronous=True).work
     if is_copied and not is_apart:
         copied += _copy(own_rows, targets)
     rows = RowsInFlight(_views(buffer, tensors, starts), work, wire, is_apart, path, copied)
@@ -207,7 +208,7 @@ def sum_of_ranks(rows: RowsInFlight, routes: RowRoutes) -> list[Tensor]:
     passes, results = row_passes(rows.columns[0]).kernels, []
     for column, behind in zip_longest(rows.columns, rows.behind):
         results.append(column.new_empty(routes.index.shape[0], column.shape[1]))
-        rows.copied += passes.sum_rows(column, routes.index, None, results[-1], behind)
+        rows.copied += passes.sum_rows(column, routes.index, weights=None, out=results[-1], behind=behind)
     return results
 
 

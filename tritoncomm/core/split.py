@@ -42,12 +42,12 @@ class Split:
     stride: Ints
     dim: int
     world: int
-    sizes: Ints | None
     outer: int
     row: int
     run: int
     even: bool
-    lengths: Ints | None
+    sizes: Ints | None = None
+    lengths: Ints | None = None
     launches: "dict[tuple[str, int, torch.dtype, int], tuple[Launch | None, int]]" = field(default_factory=dict)
 
     @cached_property
@@ -150,7 +150,7 @@ def split_of(shape: Ints, stride: Ints | None, dim: int, world: int) -> Split:
     inner = math.prod(shape[dim + 1 :])
     outer, row, run = math.prod(shape[:dim]), shape[dim] * inner, -(-shape[dim] // world) * inner
     stride = contiguous_stride(shape) if stride is None else stride
-    return Split(shape, stride, dim, world, None, outer, row, run, run * world == row, None)
+    return Split(shape, stride, dim, world, outer, row, run, even=run * world == row)
 
 
 @lru_cache(maxsize=256)  # of its own: sizes that are new in every call leave the other splits where they are
@@ -164,4 +164,4 @@ def split_by(shape: Ints, stride: Ints | None, dim: int, world: int, sizes: Ints
     lengths = tuple([size * inner for size in sizes])
     outer, row = math.prod(shape[:dim]), shape[dim] * inner
     stride = contiguous_stride(shape) if stride is None else stride
-    return Split(shape, stride, dim, world, sizes, outer, row, max(lengths), len(set(sizes)) <= 1, lengths)
+    return Split(shape, stride, dim, world, outer, row, max(lengths), len(set(sizes)) <= 1, sizes, lengths)

@@ -96,7 +96,7 @@ def _flat(pack: Pass, counts: Sequence[int], rank: int) -> WireExchange:
     # Every rank has all counts, so all of them choose the even call.
     send, recv = ((), ()) if len(set(counts)) == 1 else (tuple(counts), (own,) * world)
     bytes_sent = (sum(counts) - own) * pack.dtypes[0].itemsize
-    return Exchange(pack, sum_pass(world, own, pack.dtypes[0]), (), send, recv, bytes_sent)
+    return Exchange(pack, sum_pass(world, own, pack.dtypes[0]), send, recv, bytes_sent)
 
 
 def _by_nodes(
@@ -107,12 +107,12 @@ def _by_nodes(
     summed, own = of_local[nodes.local], counts[rank]
     dtype, of_nodes = pack.dtypes[0], counts[nodes.local :: nodes.size]
     in_node = Exchange(
-        pack, sum_pass(nodes.size, summed, dtype), (), nodes.inside(of_local), nodes.inside([summed] * nodes.size),
+        pack, sum_pass(nodes.size, summed, dtype), nodes.inside(of_local), nodes.inside([summed] * nodes.size),
         (sum(counts) - summed) * dtype.itemsize,
     )  # fmt: skip
     sums = Pass([Block(0, (summed,), (1,), 0, 0, (1,))], [between], summed)
     crossing = Exchange(
-        sums, sum_pass(nodes.count, own, between), (), nodes.across(of_nodes), nodes.across([own] * nodes.count),
+        sums, sum_pass(nodes.count, own, between), nodes.across(of_nodes), nodes.across([own] * nodes.count),
         (summed - own) * between.itemsize,
     )  # fmt: skip
     return in_node, crossing

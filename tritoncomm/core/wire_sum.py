@@ -79,7 +79,7 @@ class Summed(NamedTuple):
     path: CopyPath
     copied: int
     sent: int
-    handle: backend.Handle | None
+    handle: backend.Handle | None = None
 
 
 def checked_wire(options: WireOptions, group: ProcessGroup, name: str) -> Wire:
@@ -154,9 +154,9 @@ def reduce_scatter(
     x: Tensor,
     dim: int,
     group: ProcessGroup,
-    sizes: Ints | None,
     name: str,
     options: WireOptions,
+    sizes: Ints | None = None,
     op: Any = ReduceOp.SUM,
     asynchronous: bool = False,
     scale: float | None = None,
@@ -334,12 +334,12 @@ def sum_shards(
             copied += _finish(chunk, flight, out, group, name, scale, accumulate)
         chunk, flight = following, starting
     if chunk is None or flight is None:
-        return Summed(path, copied, bytes_sent, None if result is None else backend.Handle(None, result, None))
+        return Summed(path, copied, bytes_sent, None if result is None else backend.Handle(work=None, result=result))
     if path == "view":  # nothing was packed
         path = ops.path_for(flight.recv_wire, "reduce")
     if result is None:
         copied += _finish(chunk, flight, out, group, name, scale, accumulate)
-        return Summed(path, copied, bytes_sent, None)
+        return Summed(path, copied, bytes_sent)
     if wire.nodes is not None:
         # Now, too: ranks may wait for handles in any order, and messages are matched by the order of their issue.
         with _beside(flight.recv_wire, flight.send_wire):
@@ -349,7 +349,7 @@ def sum_shards(
     copied += last.unpacked_bytes([shard], accumulate)  # the span ends before the sum is made
     finish = partial(last.unpack, flight.recv_wire, [shard], scale, accumulate)
     return Summed(
-        path, copied, bytes_sent, backend.Handle(flight.work, result, finish, flight.send_wire, flight.recv_wire)
+        path, copied, bytes_sent, backend.Handle(flight.work, result, flight.send_wire, flight.recv_wire, finish=finish)
     )
 
 

@@ -124,10 +124,12 @@ class Comparison:
 
     def _ends(self, base: str, own: str = "") -> bytes:
         """Wait for the verdict, and return it; then delete ``own``, the key that this rank has set, if any."""
-        # A rank waits for its parent in the tree, in a report for the first rank.
-        key, parent = f"{base}/verdict", (self.place - 1) // FANOUT if base == self.base else 0
-        # The key is empty: the parent's verdict is awaited, and no digest of it.
-        stall = self._stall(base, [["", self.ranks[parent]]] if self.place else [])
+        key, awaited = f"{base}/verdict", []
+        if self.place:
+            # The verdict comes from the parent in the tree, in a report from the first rank. It is no key of that rank.
+            parent = (self.place - 1) // FANOUT if base == self.base else 0
+            awaited = [["", self.ranks[parent]]]
+        stall = self._stall(base, awaited)
         try:
             values = self.store.read([key], stall.pause, abandoned=self._left)
         finally:

@@ -224,11 +224,11 @@ def _difference(each: _ReplicaComparison, parameters: Mapping[str, Any], fingerp
     # A row per parameter: digest of the bits, bits of the 2-norm, hash of name, shape and dtype.
     table = torch.cat([table, table.new_tensor(hashes).view(-1, 1)], 1)
     count = table.new_tensor([len(signature)])
-    counts = eager.all_gather(count, dim=0, group=each.group, sizes=None, name="check_replicas").tolist()
+    counts = eager.all_gather(count, dim=0, group=each.group, name="check_replicas").tolist()
     common = min(counts)
     if common:
         rows = table[:common].unsqueeze(0)
-        tables = eager.all_gather(rows, dim=0, group=each.group, sizes=None, name="check_replicas").cpu()
+        tables = eager.all_gather(rows, dim=0, group=each.group, name="check_replicas").cpu()
     else:
         tables = torch.empty(len(counts), 0, 3, dtype=torch.int64, device="cpu")
     # Places of the parameters whose bits differ (column 0), and whose name, shape or dtype differs (column 2).
@@ -250,7 +250,7 @@ def _texts_of(text: str, like: Tensor, each: _ReplicaComparison) -> str:
     ``like`` is a tensor on the device of the comparison.
     """
     padded = torch.tensor([list(text.encode()[:_MAX_TEXT].ljust(_MAX_TEXT))], dtype=torch.uint8, device=like.device)
-    rows = eager.all_gather(padded, dim=0, group=each.group, sizes=None, name="check_replicas").cpu().tolist()
+    rows = eager.all_gather(padded, dim=0, group=each.group, name="check_replicas").cpu().tolist()
     texts = {rank: bytes(row).decode(errors="replace").rstrip() for rank, row in zip(each.ranks, rows, strict=True)}
     return ", ".join(f"{text} on {named_ranks(ranks)}" for text, ranks in by_text(texts))
 

@@ -42,7 +42,7 @@ class ExpertRows(NamedTuple):
 class _Kept:
     """A tensor that a later call reads; of a caller's, the version that it had, or a copy of a part of a storage."""
 
-    def __init__(self, key: str, x: Tensor, is_callers: bool) -> None:
+    def __init__(self, key: str, x: Tensor, is_callers: bool = False) -> None:
         self.key, self.x = key, x.clone() if is_callers and not fills_storage(x) else x
         self.version = version_of(self.x) if is_callers else None
 
@@ -115,7 +115,7 @@ class Dispatched:
         with torch.set_grad_enabled(rows.requires_grad):  # later calls read them with gradients
             rows = rows.contiguous()
         if not rows.is_inference() or self._rows.x.is_inference():
-            self._rows = _Kept("rows", rows, False)
+            self._rows = _Kept("rows", rows)
         return rows
 
     @property
@@ -328,10 +328,12 @@ def _send(routing: Routing, span: Span, x: Tensor, weights: Tensor, ids: Tensor,
         span.end("view", 0, 0)
         dispatched = Dispatched(routing, x, weights, ids)
         return RowsHandle(lambda: dispatched) if async_op else dispatched
-    call = RowsCall(False, routing.routes, routing.group, ("dispatch", "dispatch.backward"), async_op)
+    call = RowsCall(
+        routing.routes, routing.group, ("dispatch", "dispatch.backward"), is_return=False, is_apart=async_op
+    )
     if not async_op:
-        return Dispatched(routing, *move_rows(call, span, x, weights, ids))
-    finish = start_rows(call, span, x, weights, ids)
+        return Dispatched(routing, *move_rows(call, x, weights, ids, span=span))
+    finish = start_rows(call, x, weights, ids, span=span)
     return RowsHandle(lambda: Dispatched(routing, *finish()))
 
 
@@ -368,10 +370,10 @@ def combine(y: Tensor, dispatched: Dispatched, async_op: bool = False) -> Any:
                          f"{list(y.shape)}")  # fmt: skip
     if routing.routes is None:
         return RowsHandle(lambda: y) if async_op else y
-    call = RowsCall(True, routing.routes, routing.group, (name, f"{name}.backward"), async_op)
+    call = RowsCall(routing.routes, routing.group, (name, f"{name}.backward"), is_return=True, is_apart=async_op)
     if not async_op:
-        return move_rows(call, None, y)[0]
-    finish = start_rows(call, None, y)
+        return move_rows(call, y)[0]
+    finish = start_rows(call, y)
     return RowsHandle(lambda: finish()[0])
 
 

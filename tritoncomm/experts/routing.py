@@ -66,7 +66,7 @@ def find_routes(experts: Tensor, num_experts: int, group: ProcessGroup, name: st
     if world == 1:
         wrong = experts.clamp(0, num_experts - 1).ne(experts).sum()
         _raise_if_wrong([int(wrong)], num_experts, group, name)
-        return Routing(None, group, tokens, tokens * k, 0, num_experts)
+        return Routing(routes=None, group=group, rows=tokens, pairs=tokens * k, first=0, experts=num_experts)
     counts = experts.new_empty((2, world, 4), dtype=torch.int64)  # of what goes to each rank, and of what comes
     tokens_of_rows, index = _sorts_of(experts).sort_by_owner(dense_rows(experts), local, rank, counts[0])
     exchange_counts(counts, group, name)

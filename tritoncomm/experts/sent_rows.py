@@ -28,20 +28,20 @@ class RowsCall(NamedTuple):
     """One exchange of rows, forward or backward.
 
     Attributes:
-        is_return: whether rows go back to the ranks of their tokens, and are added up there.
         names: of the call and of its backward.
+        is_return: whether rows go back to the ranks of their tokens, and are added up there.
         is_apart: whether the start and the wait are calls of their own.
     """
 
-    is_return: bool
     routes: RowRoutes
     group: ProcessGroup
     names: tuple[str, str]
+    is_return: bool
     is_apart: bool
 
     def reversed(self) -> "RowsCall":
         """Return the call of the backward."""
-        return RowsCall(not self.is_return, self.routes, self.group, (self.names[1], self.names[1]), self.is_apart)
+        return self._replace(names=(self.names[1], self.names[1]), is_return=not self.is_return)
 
 
 class StartedRows:
@@ -59,12 +59,12 @@ class StartedRows:
         self.gradients: StartedRows | None = None
 
 
-def move_rows(call: RowsCall, span: Span | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+def move_rows(call: RowsCall, *tensors: Tensor, span: Span | None = None) -> tuple[Tensor, ...]:
     """Send rows of tensors, and wait for those that arrive; see ``_Move``."""
     return _Move.apply(call, span, *tensors)
 
 
-def start_rows(call: RowsCall, span: Span | None, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+def start_rows(call: RowsCall, *tensors: Tensor, span: Span | None = None) -> Callable[[], tuple[Tensor, ...]]:
     """Start what ``move_rows`` does, and return a function that waits for it."""
     started = StartedRows()
     token = _Start.apply(started, call, span, *tensors)
@@ -137,14 +137,14 @@ class _Wait(Function):
 
 def _save(ctx: Any, call: RowsCall, number: int) -> None:
     """Save what a backward needs; tensors go with the graph, and where hooks of saved tensors put them."""
-    ctx.group, ctx.call, ctx.number = call.group, (call.is_return, call.names, call.is_apart, call.routes[:3]), number
+    ctx.group, ctx.call, ctx.number = call.group, (call.routes[:3], call.names, call.is_return, call.is_apart), number
     ctx.save_for_backward(call.routes.tokens, call.routes.index)
 
 
 def _loaded(ctx: Any) -> RowsCall:
     """Return the call that ``_save`` saved."""
-    is_return, names, is_apart, counts = ctx.call
-    return RowsCall(is_return, RowRoutes(*counts, *ctx.saved_tensors), ctx.group, names, is_apart)
+    counts, *how = ctx.call
+    return RowsCall(RowRoutes(*counts, *ctx.saved_tensors), ctx.group, *how)
 
 
 def _entered(call: RowsCall, tensors: Sequence[Tensor]) -> Span:

@@ -35,8 +35,8 @@ class Share:
     """Projected seconds, forward and backward, at another number of ranks; None where the shape does not divide."""
 
     world: int
-    local: float | None
-    collective: float | None
+    local: float | None = None
+    collective: float | None = None
 
     @property
     def share(self) -> float | None:
@@ -278,6 +278,6 @@ def _share(short: str, shape: Ints, call: PlannedCall) -> Share:
     try:
         forward, backward, _ = _both(short, shape, call)
     except (ShapeError, UnsupportedError):
-        return Share(call.world, None, None)
+        return Share(call.world)
     back = (0.0, 0.0) if backward is None else backward.seconds
     return Share(call.world, *(a + b for a, b in zip(forward.seconds, back, strict=True)))

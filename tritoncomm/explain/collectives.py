@@ -111,7 +111,15 @@ def all_to_all(shape: Ints, dims: Ints, call: PlannedCall) -> Steps:
     stride, itemsize = call.input(shape).stride(), call.dtype.itemsize
     with located(shape, call):
         planned = eager.plan_exchange(
-            shape, stride, itemsize, scatter_dim, gather_dim, call.world, call.rank, None, send, recv
+            shape,
+            stride,
+            itemsize,
+            scatter_dim,
+            gather_dim,
+            call.world,
+            call.rank,
+            scatter_sizes=send,
+            gather_sizes=recv,
         )
     text = f"{list(plan.resized(shape, scatter_dim, shape[scatter_dim] // call.world))} to every rank"
     if planned.send_counts:

@@ -57,7 +57,7 @@ class ExplainedLayer(NamedTuple):
         if call.stride is not None:
             raise ArgumentError(f"plan: {self.name} is explained for contiguous tensors, without strides")
         if call.world == 1:
-            unmoved = Movement(self.name, shape, shape, ())
+            unmoved = Movement(self.name, shape, result=shape, steps=())
             return Directions(unmoved, replace(unmoved, name=f"{self.name}.backward"))
         with located(shape, call):
             return self.steps(shape, call)
@@ -85,7 +85,7 @@ def _by_heads(shape: Ints, call: PlannedCall) -> Directions:
     if call.world > shape[2]:
         raise UnsupportedError(f"by_heads: {shape[2]} heads are fewer than ranks; columns are not explained")
     positions = call.sizes or (shape[1],) * call.world
-    planned = plan_heads(heads, (), positions, call.world, "by_heads")
+    planned = plan_heads(heads, positions, call.world, "by_heads")
     shapes = [(*shape[:2], count, shape[3]) for count in heads]
     return _around("by_heads", shapes, planned.tensors, planned.out, call)
 
@@ -102,7 +102,7 @@ def _around(
 
     def to_sequence(shapes: Sequence[Ints], layout: HeadLayout, text: str) -> list[Step]:
         strides = tuple(map(contiguous_stride, shapes))
-        planned = sequence_plan(tuple(shapes), strides, layout, call.rank, call.dtype, ())
+        planned = sequence_plan(tuple(shapes), strides, layout, call.rank, call.dtype)
         return call.exchange(planned, shapes, text)
 
     def of_heads(layout: HeadLayout, shapes: Sequence[Ints]) -> list[Ints]:
@@ -135,7 +135,7 @@ def _conv_halo(shape: Ints, call: PlannedCall) -> Directions:
     halo, row = plan_halo(positions, width, call.rank), [*shape[:dim], *shape[dim + 1 :]]
 
     def steps(send: Ints, recv: Ints) -> Sequence[Step]:
-        (step,), _ = rows((sum(send), *row), (), replace(call, sizes=send, out_sizes=recv))
+        (step,), _ = rows((sum(send), *row), dims=(), call=replace(call, sizes=send, out_sizes=recv))
         return (replace(step, what=f"{sum(send)} positions to other ranks, {sum(recv)} arrive"),) if width else ()
 
     there, back = steps(halo.sent, halo.received), steps(halo.received, halo.sent)
@@ -176,7 +176,7 @@ def _sum_level(planned: WireExchange, source: Tensor, target: Tensor, call: Plan
     pack, dtype = planned.pack, planned.pack.dtypes[0]
     # A whole tensor in order is the wire; the sums of nodes are one by themselves.
     is_view = source.dtype is dtype and pack.is_in_order and (source.numel() == pack.elements or source.dim() == 1)
-    packed, summed = 0 if is_view else pack.packed_bytes([source]), planned.unpack.unpacked_bytes([target], False)
+    packed, summed = 0 if is_view else pack.packed_bytes([source]), planned.unpack.unpacked_bytes([target])
     path, wire = call.path("segments", source.nbytes, source.itemsize), dtype_name(dtype)
     return [
         call.local("pack", f"values as {wire}", packed, path),
@@ -307,9 +307,9 @@ def _combine(shape: Ints, call: PlannedCall) -> Directions:
 
 
 LAYERS = {
-    "ulysses": ExplainedLayer("UlyssesAttention", 4, 1, _ulysses),
-    "by_heads": ExplainedLayer("by_heads", 4, None, _by_heads),
-    "conv_halo": ExplainedLayer("conv_halo", 3, 2, _conv_halo),
-    "dispatch": ExplainedLayer("dispatch", 2, None, _dispatch),
-    "combine": ExplainedLayer("combine", 2, None, _combine),
+    "ulysses": ExplainedLayer("UlyssesAttention", dims=4, positions=1, steps=_ulysses),
+    "by_heads": ExplainedLayer("by_heads", dims=4, positions=None, steps=_by_heads),
+    "conv_halo": ExplainedLayer("conv_halo", dims=3, positions=2, steps=_conv_halo),
+    "dispatch": ExplainedLayer("dispatch", dims=2, positions=None, steps=_dispatch),
+    "combine": ExplainedLayer("combine", dims=2, positions=None, steps=_combine),
 }

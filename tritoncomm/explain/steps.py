@@ -205,7 +205,7 @@ class PlannedCall:
         if name == "pack" and planned.is_in_order:
             return self.local(name, f"{ends[0]} is already in rank order (no copy)", 0)
         tensors = [torch.empty(shape, dtype=self.dtype, device="meta") for shape in shapes]
-        copied = planned.packed_bytes(tensors) if name == "pack" else planned.unpacked_bytes(tensors, False)
+        copied = planned.packed_bytes(tensors) if name == "pack" else planned.unpacked_bytes(tensors)
         path = self.path("segments", self.nbytes(shapes[0]), self.dtype.itemsize)
         return self.local(name, text, copied, path)
 
@@ -230,17 +230,17 @@ class PlannedCall:
         tensor, wire = f"{list(shape)} along dim {split.dim}", f"wire {wire_shape}"
         text = f"{tensor} -> {wire}" if name == "pack" else f"{wire} -> {tensor}"
         copied = 2 * self.nbytes(shape)
-        kernel_split = split.walked
-        if kernel_split is None:
+        walked = split.walked  # by a kernel, which takes a whole tensor in the order of the wire as rows of any length
+        if walked is None:
             return self._copied(name, text, copied)
         unit = split.unit(itemsize)
         path = self.path(name, self.nbytes(shape), unit)
         if path != "triton" or not copied:
             return self.local(name, text, copied, path)
-        # Tiles divide a row with its padding; with sizes the largest shard of a row.
-        cols = kernel_split.run if kernel_split.lengths is not None else kernel_split.world * kernel_split.run
+        # A tile is a piece of what all ranks get of a row, padding included; with sizes, of what the largest shard has.
+        cols = walked.run if walked.lengths is not None else walked.world * walked.run
         gpu = {"device_name": self.device_name, "sm_count": self.sm_count}
-        tile = config_for(name, unit, kernel_split.outer, cols * itemsize, **gpu)
+        tile = config_for(name, unit, walked.outer, cols * itemsize, **gpu)
         tile_text = f"{tile.block_rows} x {tile.block_cols} B, {tile.num_warps} warps, {unit} B per access"
         return self.local(name, text, copied, path, tile_text, origin_of(name, unit, self.device_name, self.sm_count))
 

@@ -83,22 +83,22 @@ class Changes:
         Raises:
             BaseException: the first one that an undo raised, once all others have run. The next call tries it again.
         """
-        left: list[Change] = []
+        replaced: list[Change] = []
         error: BaseException | None = None
-        # An interrupt may come anywhere: a change is forgotten only after its undo, which may then run twice.
-        index = len(self._undos)
-        while index := min(index, len(self._undos)):  # a collected owner may undo the same list meanwhile
-            index -= 1
+        for index in reversed(range(len(self._undos))):
+            if index >= len(self._undos):  # the garbage collection of an owner has undone the last ones meanwhile
+                continue
             undo = self._undos[index]
             try:
-                left += undo() or []
+                replaced += undo() or []
+                # Only now: an interrupt may come anywhere, and an undo may run twice, but has to run.
                 if undo in self._undos:
                     self._undos.remove(undo)
             except BaseException as raised:
                 error = error or raised
         if error is not None:
             raise error
-        return left
+        return replaced
 
     def __enter__(self) -> "Changes":
         return self

@@ -109,7 +109,9 @@ class DistributedAttention(nn.Module):
         """Return the plan of this call; an own ``num_kv_heads`` decides the split, else the key tensor does."""
         _check_batch_dim(batch_dim_idx, name)
         # The sequence is in the other one of the dims 0 and 1; None: every rank has as many positions.
-        exchange = ulysses.exchange_for(query, key, value, self.spg, 1 - batch_dim_idx, None, name)
+        exchange = ulysses.exchange_for(
+            query, key, value, self.spg, seq_dim=1 - batch_dim_idx, seq_sizes=None, name=name
+        )
         kv_heads = self.num_kv_heads
         if kv_heads is None or kv_heads == key.shape[HEAD_DIM]:
             return exchange

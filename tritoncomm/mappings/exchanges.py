@@ -66,7 +66,7 @@ def all_to_all_single(x: Tensor, group: ProcessGroup, out: Any, into: Any, on_st
     return eager.all_to_all_single(x, group, out_sizes, in_sizes, name)
 
 
-def to_hidden(x: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: bool, name: str) -> Tensor:
+def to_hidden(x: Tensor, group: ProcessGroup, name: str, shape: Ints | None = None, on_stream: bool = False) -> Tensor:
     """Exchange ``[t.., H] -> [t*W, H/W]``, or to ``shape``."""
     if shape is None:
         shape = (math.prod(x.shape[:-1]) * group.size(), x.shape[-1] // group.size())
@@ -75,7 +75,7 @@ def to_hidden(x: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: boo
 
 def _flattened(x: Tensor, name: str) -> Tensor:
     """Flatten ``[T.., h] -> [T, h]``; a copy, which is counted, where one stride cannot walk the leading dims."""
-    if not is_compiling() and (type(x) is not Tensor or x.layout is not torch.strided or x.is_nested):
+    if not is_compiling() and (type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or x.is_quantized):
         check_kind(x, name)  # DTensors, sparse and nested tensors answer what follows with errors of their own
     flat = math.prod(x.shape[:-1]), x.shape[-1]
     if is_compiling() or x.is_contiguous():
@@ -90,7 +90,9 @@ def _flattened(x: Tensor, name: str) -> Tensor:
         return rows.view(flat)
 
 
-def to_sequence(x: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: bool, name: str) -> Tensor:
+def to_sequence(
+    x: Tensor, group: ProcessGroup, name: str, shape: Ints | None = None, on_stream: bool = False
+) -> Tensor:
     """Exchange ``[T.., h] -> [T/W, h*W]``, or to ``shape``."""
     if x.dim() != 2:
         x = _flattened(x, name)
@@ -104,14 +106,14 @@ class _SequenceToHidden(Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: bool) -> Tensor:
         ctx.group, ctx.shape, ctx.on_stream = group, input_.shape, on_stream
-        return to_hidden(input_, group, shape, on_stream, "all_to_all_sp2hp")
+        return to_hidden(input_, group, "all_to_all_sp2hp", shape, on_stream)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        args = (grad_output, ctx.group, ctx.shape, ctx.on_stream)
+        how = ctx.shape, ctx.on_stream
         if grad_output.requires_grad:
-            return _HiddenToSequence.apply(*args), None, None, None
-        return to_sequence(*args, "all_to_all_sp2hp.backward"), None, None, None
+            return _HiddenToSequence.apply(grad_output, ctx.group, *how), None, None, None
+        return to_sequence(grad_output, ctx.group, "all_to_all_sp2hp.backward", *how), None, None, None
 
 
 @direct
@@ -121,14 +123,14 @@ class _HiddenToSequence(Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup, shape: Ints | None, on_stream: bool) -> Tensor:
         ctx.group, ctx.shape, ctx.on_stream = group, input_.shape, on_stream
-        return to_sequence(input_, group, shape, on_stream, "all_to_all_hp2sp")
+        return to_sequence(input_, group, "all_to_all_hp2sp", shape, on_stream)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        args = (grad_output, ctx.group, ctx.shape, ctx.on_stream)
+        how = ctx.shape, ctx.on_stream
         if grad_output.requires_grad:
-            return _SequenceToHidden.apply(*args), None, None, None
-        return to_hidden(*args, "all_to_all_hp2sp.backward"), None, None, None
+            return _SequenceToHidden.apply(grad_output, ctx.group, *how), None, None, None
+        return to_hidden(grad_output, ctx.group, "all_to_all_hp2sp.backward", *how), None, None, None
 
 
 @direct

@@ -120,19 +120,19 @@ class _ScatterToModelParallelRegion(Function):
     @staticmethod
     def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         """Return the result of ``forward``: a part of the class in Megatron, which nothing calls here."""
-        return eager.split(input_.detach(), -1, group, None, "scatter_to_tensor_model_parallel_region")
+        return eager.split(input_.detach(), -1, group, "scatter_to_tensor_model_parallel_region")
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return eager.split(input_, -1, group, None, "scatter_to_tensor_model_parallel_region")
+        return eager.split(input_, -1, group, "scatter_to_tensor_model_parallel_region")
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if grad_output.requires_grad:
             return _GatherFromModelParallelRegion.apply(grad_output, ctx.group), None
         name = "scatter_to_tensor_model_parallel_region.backward"
-        return eager.all_gather(grad_output, -1, ctx.group, None, name), None
+        return eager.all_gather(grad_output, -1, ctx.group, name), None
 
 
 @direct
@@ -142,19 +142,19 @@ class _GatherFromModelParallelRegion(Function):
     @staticmethod
     def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         """Return the result of ``forward``: a part of the class in Megatron, which nothing calls here."""
-        return eager.all_gather(input_.detach(), -1, group, None, "gather_from_tensor_model_parallel_region")
+        return eager.all_gather(input_.detach(), -1, group, "gather_from_tensor_model_parallel_region")
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return eager.all_gather(input_, -1, group, None, "gather_from_tensor_model_parallel_region")
+        return eager.all_gather(input_, -1, group, "gather_from_tensor_model_parallel_region")
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if grad_output.requires_grad:
             return _ScatterToModelParallelRegion.apply(grad_output, ctx.group), None
         name = "gather_from_tensor_model_parallel_region.backward"
-        return eager.split(grad_output, -1, ctx.group, None, name), None
+        return eager.split(grad_output, -1, ctx.group, name), None
 
 
 @direct
@@ -164,19 +164,19 @@ class _ScatterToSequenceParallelRegion(Function):
     @staticmethod
     def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         """Return the result of ``forward``: a part of the class in Megatron, which nothing calls here."""
-        return eager.split(input_.detach(), 0, group, None, "scatter_to_sequence_parallel_region")
+        return eager.split(input_.detach(), 0, group, "scatter_to_sequence_parallel_region")
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return eager.split(input_, 0, group, None, "scatter_to_sequence_parallel_region")
+        return eager.split(input_, 0, group, "scatter_to_sequence_parallel_region")
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if grad_output.requires_grad:
             return _GatherFromSequenceParallelRegion.apply(grad_output, ctx.group, False), None  # False: split
         name = "scatter_to_sequence_parallel_region.backward"
-        return eager.all_gather(grad_output, 0, ctx.group, None, name), None
+        return eager.all_gather(grad_output, 0, ctx.group, name), None
 
 
 @direct
@@ -186,19 +186,19 @@ class _AllGatherFromTensorParallelRegion(Function):
     @staticmethod
     def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         """Return the result of ``forward``: a part of the class in Megatron, which nothing calls here."""
-        return eager.all_gather(input_.detach(), -1, group, None, "all_gather_last_dim_from_tensor_parallel_region")
+        return eager.all_gather(input_.detach(), -1, group, "all_gather_last_dim_from_tensor_parallel_region")
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return eager.all_gather(input_, -1, group, None, "all_gather_last_dim_from_tensor_parallel_region")
+        return eager.all_gather(input_, -1, group, "all_gather_last_dim_from_tensor_parallel_region")
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if grad_output.requires_grad:
             return _ReduceScatterToTensorParallelRegion.apply(grad_output, ctx.group), None
         name = "all_gather_last_dim_from_tensor_parallel_region.backward"
-        return eager.reduce_scatter(grad_output, -1, ctx.group, None, name), None
+        return eager.reduce_scatter(grad_output, -1, ctx.group, name), None
 
 
 @direct
@@ -209,19 +209,19 @@ class _ReduceScatterToTensorParallelRegion(Function):
     def symbolic(graph: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         """Return the result of ``forward``: a part of the class in Megatron, which nothing calls here."""
         name = "reduce_scatter_last_dim_to_tensor_parallel_region"
-        return eager.reduce_scatter(input_.detach(), -1, group, None, name)
+        return eager.reduce_scatter(input_.detach(), -1, group, name)
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return eager.reduce_scatter(input_, -1, group, None, "reduce_scatter_last_dim_to_tensor_parallel_region")
+        return eager.reduce_scatter(input_, -1, group, "reduce_scatter_last_dim_to_tensor_parallel_region")
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if grad_output.requires_grad:
             return _AllGatherFromTensorParallelRegion.apply(grad_output, ctx.group), None
         name = "reduce_scatter_last_dim_to_tensor_parallel_region.backward"
-        return eager.all_gather(grad_output, -1, ctx.group, None, name), None
+        return eager.all_gather(grad_output, -1, ctx.group, name), None
 
 
 @direct
@@ -254,7 +254,7 @@ class _GatherFromSequenceParallelRegion(Function):
         ctx.output_split_sizes = output_split_sizes
         ctx.use_global_buffer = use_global_buffer
         name = "gather_from_sequence_parallel_region"
-        return eager.all_gather(input_, 0, group, normalize_sizes(output_split_sizes, name), name)
+        return eager.all_gather(input_, 0, group, name, normalize_sizes(output_split_sizes, name))
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -265,7 +265,7 @@ class _GatherFromSequenceParallelRegion(Function):
         elif grad_output.requires_grad:
             grad = _ReduceScatterToSequenceParallelRegion.apply(grad_output, group, sizes, ctx.use_global_buffer)
         else:
-            grad = eager.reduce_scatter(grad_output, 0, group, normalize_sizes(sizes, name), name)
+            grad = eager.reduce_scatter(grad_output, 0, group, name, normalize_sizes(sizes, name))
         return grad, None, None, None, None
 
 
@@ -296,7 +296,7 @@ class _ReduceScatterToSequenceParallelRegion(Function):
         ctx.input_split_sizes = input_split_sizes
         ctx.use_global_buffer = use_global_buffer
         name = "reduce_scatter_to_sequence_parallel_region"
-        return eager.reduce_scatter(input_, 0, group, normalize_sizes(input_split_sizes, name), name)
+        return eager.reduce_scatter(input_, 0, group, name, normalize_sizes(input_split_sizes, name))
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -306,5 +306,5 @@ class _ReduceScatterToSequenceParallelRegion(Function):
             grad = _GatherFromSequenceParallelRegion.apply(grad_output, ctx.group, *args)
         else:
             name = "reduce_scatter_to_sequence_parallel_region.backward"
-            grad = eager.all_gather(grad_output, 0, ctx.group, normalize_sizes(ctx.input_split_sizes, name), name)
+            grad = eager.all_gather(grad_output, 0, ctx.group, name, normalize_sizes(ctx.input_split_sizes, name))
         return grad, None, None, None

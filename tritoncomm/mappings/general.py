@@ -43,7 +43,7 @@ class _AllGatherDim(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None, partial: bool) -> Tensor:
         ctx.dim, ctx.group, ctx.sizes, ctx.partial = dim, group, sizes, partial
-        return eager.all_gather(input_, dim, group, sizes, "all_gather_dim")
+        return eager.all_gather(input_, dim, group, "all_gather_dim", sizes)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -66,8 +66,8 @@ class _ReduceScatterDim(torch.autograd.Function):
     ) -> Tensor:
         ctx.dim, ctx.group, ctx.sizes = dim, group, sizes
         if options is None:
-            return eager.reduce_scatter(input_, dim, group, sizes, "reduce_scatter_dim")
-        return wire_sum.reduce_scatter(input_, dim, group, sizes, "reduce_scatter_dim", options)
+            return eager.reduce_scatter(input_, dim, group, "reduce_scatter_dim", sizes)
+        return wire_sum.reduce_scatter(input_, dim, group, "reduce_scatter_dim", options, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -81,7 +81,7 @@ class _SplitDim(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, dim: int, group: ProcessGroup, sizes: Ints | None) -> Tensor:
         ctx.dim, ctx.group, ctx.sizes = dim, group, sizes
-        return eager.split(input_, dim, group, sizes, "split_dim")
+        return eager.split(input_, dim, group, "split_dim", sizes)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -132,7 +132,7 @@ def all_gather_dim(
     dim, per_rank = checked_dim(input_, dim, name), normalize_sizes(sizes, name)
     if wants_grad(input_):
         return _AllGatherDim.apply(input_, dim, group, per_rank, tensor_parallel_output_grad)
-    return without_graph(eager.all_gather(input_, dim, group, per_rank, name))
+    return without_graph(eager.all_gather(input_, dim, group, name, per_rank))
 
 
 def reduce_scatter_dim(
@@ -165,7 +165,7 @@ def reduce_scatter_dim(
         raise ArgumentError(f"{name}: exchange needs wire, the dtype that travels")
     if wants_grad(input_):
         return _ReduceScatterDim.apply(input_, dim, group, per_rank, None)
-    return without_graph(eager.reduce_scatter(input_, dim, group, per_rank, name))
+    return without_graph(eager.reduce_scatter(input_, dim, group, name, per_rank))
 
 
 @outside_graphs
@@ -175,7 +175,7 @@ def _reduce_scatter_over_wire(
     """Run ``reduce_scatter_dim`` with a wire."""
     if wants_grad(input_):
         return _ReduceScatterDim.apply(input_, dim, group, sizes, options)
-    return wire_sum.reduce_scatter(without_graph(input_), dim, group, sizes, "reduce_scatter_dim", options)
+    return wire_sum.reduce_scatter(without_graph(input_), dim, group, "reduce_scatter_dim", options, sizes)
 
 
 def split_dim(
@@ -192,7 +192,7 @@ def split_dim(
     dim, per_rank = checked_dim(input_, dim, name), normalize_sizes(sizes, name)
     if wants_grad(input_):
         return _SplitDim.apply(input_, dim, group, per_rank)
-    return without_graph(eager.split(input_, dim, group, per_rank, name))
+    return without_graph(eager.split(input_, dim, group, name, per_rank))
 
 
 def all_to_all_dims(

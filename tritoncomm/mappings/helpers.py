@@ -40,12 +40,12 @@ def _split_along_first_dim(input_: Tensor, group: GroupLike) -> Tensor:
 
 def _gather_along_last_dim(input_: Tensor, group: GroupLike) -> Tensor:
     """All-gather along the last dim: ``[..., h] -> [..., h*W]``."""
-    return _run(eager.all_gather, input_, -1, group, None, "_gather_along_last_dim")
+    return _run(eager.all_gather, input_, -1, group, "_gather_along_last_dim")
 
 
 def _reduce_scatter_along_last_dim(input_: Tensor, group: GroupLike) -> Tensor:
     """Reduce-scatter along the last dim: ``[..., H] -> [..., H/W]``."""
-    return _run(eager.reduce_scatter, input_, -1, group, None, "_reduce_scatter_along_last_dim")
+    return _run(eager.reduce_scatter, input_, -1, group, "_reduce_scatter_along_last_dim")
 
 
 def _gather_along_first_dim(
@@ -55,7 +55,7 @@ def _gather_along_first_dim(
     use_global_buffer: bool = False,
 ) -> Tensor:
     """All-gather along dim 0: ``[s, ...] -> [s*W, ...]``, or ``[sum(output_split_sizes), ...]``."""
-    return _run(eager.all_gather, input_, 0, group, output_split_sizes, "_gather_along_first_dim")
+    return _run(eager.all_gather, input_, 0, group, "_gather_along_first_dim", output_split_sizes)
 
 
 def _reduce_scatter_along_first_dim(
@@ -65,16 +65,16 @@ def _reduce_scatter_along_first_dim(
     use_global_buffer: bool = False,
 ) -> Tensor:
     """Reduce-scatter along dim 0: ``[S, ...] -> [S/W, ...]``, or ``[input_split_sizes[rank], ...]``."""
-    return _run(eager.reduce_scatter, input_, 0, group, input_split_sizes, "_reduce_scatter_along_first_dim")
+    return _run(eager.reduce_scatter, input_, 0, group, "_reduce_scatter_along_first_dim", input_split_sizes)
 
 
 def _run_split(input_: Any, dim: int, group: Any, name: str) -> Tensor:
     """Check the arguments, and return this rank's chunk of ``dim``."""
     group = checked(input_, group, name)
-    return eager.split(input_, dim, group, None, name)
+    return eager.split(input_, dim, group, name)
 
 
-def _run(collective: Callable[..., Tensor], input_: Any, dim: int, group: Any, sizes: Any, name: str) -> Tensor:
+def _run(collective: Callable[..., Tensor], input_: Any, dim: int, group: Any, name: str, sizes: Any = None) -> Tensor:
     """Check the arguments, and run a collective of ``eager`` along ``dim`` on the input without its graph."""
     group = checked(input_, group, name)
-    return collective(without_graph(input_), dim, group, normalize_sizes(sizes, name), name)
+    return collective(without_graph(input_), dim, group, name, normalize_sizes(sizes, name))

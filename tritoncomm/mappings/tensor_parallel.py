@@ -118,7 +118,7 @@ def scatter_to_tensor_model_parallel_region(input_: Tensor, group: GroupLike | N
     group = checked(input_, group, name)
     if wants_grad(input_):
         return _ScatterToModelParallelRegion.apply(input_, group)
-    return without_graph(eager.split(input_, -1, group, None, name))
+    return without_graph(eager.split(input_, -1, group, name))
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: GroupLike | None = None) -> Tensor:
@@ -130,7 +130,7 @@ def gather_from_tensor_model_parallel_region(input_: Tensor, group: GroupLike | 
     group = checked(input_, group, name)
     if wants_grad(input_):
         return _GatherFromModelParallelRegion.apply(input_, group)
-    return without_graph(eager.all_gather(input_, -1, group, None, name))
+    return without_graph(eager.all_gather(input_, -1, group, name))
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: GroupLike | None = None) -> Tensor:
@@ -142,7 +142,7 @@ def scatter_to_sequence_parallel_region(input_: Tensor, group: GroupLike | None 
     group = checked(input_, group, name)
     if wants_grad(input_):
         return _ScatterToSequenceParallelRegion.apply(input_, group)
-    return without_graph(eager.split(input_, 0, group, None, name))
+    return without_graph(eager.split(input_, 0, group, name))
 
 
 def gather_from_sequence_parallel_region(
@@ -169,7 +169,7 @@ def gather_from_sequence_parallel_region(
     if wants_grad(input_):
         args = (group, tensor_parallel_output_grad, output_split_sizes, use_global_buffer)
         return _GatherFromSequenceParallelRegion.apply(input_, *args)
-    return without_graph(eager.all_gather(input_, 0, group, normalize_sizes(output_split_sizes, name), name))
+    return without_graph(eager.all_gather(input_, 0, group, name, normalize_sizes(output_split_sizes, name)))
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -187,7 +187,7 @@ def reduce_scatter_to_sequence_parallel_region(
     if wants_grad(input_):
         args = (group, input_split_sizes, use_global_buffer)
         return _ReduceScatterToSequenceParallelRegion.apply(input_, *args)
-    return without_graph(eager.reduce_scatter(input_, 0, group, normalize_sizes(input_split_sizes, name), name))
+    return without_graph(eager.reduce_scatter(input_, 0, group, name, normalize_sizes(input_split_sizes, name)))
 
 
 def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: GroupLike | None = None) -> Tensor:
@@ -199,7 +199,7 @@ def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Group
     group = checked(input_, group, name)
     if wants_grad(input_):
         return _AllGatherFromTensorParallelRegion.apply(input_, group)
-    return without_graph(eager.all_gather(input_, -1, group, None, name))
+    return without_graph(eager.all_gather(input_, -1, group, name))
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: GroupLike | None = None) -> Tensor:
@@ -211,7 +211,7 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Gro
     group = checked(input_, group, name)
     if wants_grad(input_):
         return _ReduceScatterToTensorParallelRegion.apply(input_, group)
-    return without_graph(eager.reduce_scatter(input_, -1, group, None, name))
+    return without_graph(eager.reduce_scatter(input_, -1, group, name))
 
 
 def all_to_all(
@@ -256,7 +256,7 @@ def all_to_all_sp2hp(input_: Tensor, group: GroupLike | None = None, use_nccl_st
     group = _checked_hidden(input_, group, -1, name)
     if input_.requires_grad and torch.is_grad_enabled():
         return _SequenceToHidden.apply(input_, group, None, use_nccl_stream)
-    return without_graph(to_hidden(input_, group, None, use_nccl_stream, name))
+    return without_graph(to_hidden(input_, group, name, on_stream=use_nccl_stream))
 
 
 def all_to_all_hp2sp(input_: Tensor, group: GroupLike | None = None, use_nccl_stream: bool = False) -> Tensor:
@@ -273,7 +273,7 @@ def all_to_all_hp2sp(input_: Tensor, group: GroupLike | None = None, use_nccl_st
     group = _checked_hidden(input_, group, 0, name)
     if input_.requires_grad and torch.is_grad_enabled():
         return _HiddenToSequence.apply(input_, group, None, use_nccl_stream)
-    return without_graph(to_sequence(input_, group, None, use_nccl_stream, name))
+    return without_graph(to_sequence(input_, group, name, on_stream=use_nccl_stream))
 
 
 def _checked_hidden(input_: Tensor, group: GroupLike | None, dim: int, name: str) -> ProcessGroup:

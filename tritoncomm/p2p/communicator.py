@@ -96,7 +96,7 @@ class P2PCommunicator:
         return self._default_device
 
     def _exchange(
-        self, name: str, outgoing: dict[str, Any], receives: tuple[str, ...], shapes: Any, wait: bool = True
+        self, name: str, outgoing: dict[str, Any], receives: tuple[str, ...] = (), shapes: Any = None, wait: bool = True
     ) -> tuple[dict[str, Any], Any]:
         """Make one hop as the configuration says, inside Megatron's timer of ``name``; return as ``hop.exchange`` does.
 
@@ -203,12 +203,12 @@ class P2PCommunicator:
     def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
         """Send a tensor or a list of tensors to the next stage; on the last stage send nothing."""
         if not is_last_stage:
-            self._exchange("send_forward", {"send_next": _without_none(output_tensors)}, (), None)
+            self._exchange("send_forward", {"send_next": _without_none(output_tensors)})
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
         """Send a gradient or a list of gradients to the previous stage; on the first stage send nothing."""
         if not is_first_stage:
-            self._exchange("send_backward", {"send_prev": _without_none(input_tensor_grads)}, (), None)
+            self._exchange("send_backward", {"send_prev": _without_none(input_tensor_grads)})
 
     def send_forward_recv_backward(self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool) -> Any:
         """Send outputs to the next stage and receive their gradients from it: a tensor for a tensor, a list for a list.
@@ -346,7 +346,7 @@ def _batched_p2p_ops(
     neighbours = Neighbours.of(as_group(group, "_batched_p2p_ops"), prev_pipeline_rank, next_pipeline_rank)
     outgoing = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
     expected = {"recv_prev": tensor_recv_prev, "recv_next": tensor_recv_next}
-    _, handles = exchange(neighbours, "_batched_p2p_ops", outgoing, expected, None, batched=True, wait=False)
+    _, handles = exchange(neighbours, "_batched_p2p_ops", outgoing, expected, batched=True, wait=False)
     return list(handles.values())
 
 
@@ -368,5 +368,5 @@ def _p2p_ops(
     neighbours = Neighbours.of(as_group(group, "_p2p_ops"), prev_pipeline_rank, next_pipeline_rank)
     outgoing = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
     expected = {"recv_prev": tensor_recv_prev, "recv_next": tensor_recv_next}
-    _, handles = exchange(neighbours, "_p2p_ops", outgoing, expected, None, batched=False, wait=False)
+    _, handles = exchange(neighbours, "_p2p_ops", outgoing, expected, batched=False, wait=False)
     return handles

@@ -125,7 +125,7 @@ def exchange_headers(
     device: torch.device,
     posted: list[Posted],
     on_sent: Callable[[str], None] = lambda key: None,
-    before_recv: Callable[[str, bool], None] = lambda key, in_helper: None,
+    before_recv: Callable[..., None] = lambda key, in_helper=False: None,
 ) -> Iterator[tuple[str, Specs]]:
     """Send headers to the neighbours and receive theirs; yield (key, specs) as each arrives.
 
@@ -134,7 +134,7 @@ def exchange_headers(
         device: of the tensors that follow. Headers are CPU tensors where a group carries them, else on this device.
         posted: a list to which the sends of headers in flight are appended; the caller waits for them.
         on_sent: called with the key after each header is posted, where headers are CPU tensors.
-        before_recv: called with the key before each wait for a header, and with True in a helper thread.
+        before_recv: called with the key before each wait for a header, in a helper thread with ``in_helper=True``.
     """
     # This is a generator: nothing is sent before the first next().
     has_one_peer, keys = neighbours.prev == neighbours.next, (*sends, *receives)
@@ -157,7 +157,7 @@ def exchange_headers(
         yield from _recv_both(link, name, receives, before_recv)
         return
     for key in receives:
-        before_recv(key, False)
+        before_recv(key)
         yield key, recv_header(link, name, key)
 
 
@@ -165,11 +165,11 @@ def recv_header(neighbours: Neighbours, name: str, key: str) -> Specs:
     """Wait for a header in CPU memory from the neighbour of ``key``; return the shapes and dtypes that it announces."""
     record.add(f"{name}.header", "cpu", 0, 0, 0.0)
     first = empty_on(_cpu, (WORDS,), torch.int64)
-    post_and_wait(neighbours, name, {key: first}, True)
+    post_and_wait(neighbours, name, {key: first}, batched=True)
     words = first.tolist()
     if words[1] > WORDS:  # a long header, or none, which ``length`` rejects
         rest = empty_on(_cpu, (_parse(neighbours, name, key, length, words) - WORDS,), torch.int64)
-        post_and_wait(neighbours, name, {key: rest}, True)
+        post_and_wait(neighbours, name, {key: rest}, batched=True)
         words += rest.tolist()
     return _parse(neighbours, name, key, decode, words)
 
@@ -198,7 +198,7 @@ def _post_on_device(neighbours: Neighbours, name: str, parts: dict[str, Tensor])
     for key, words in parts.items():
         sent = words.nbytes if key.startswith("send") else 0
         record.add(f"{name}.header", "device" if words.is_cuda else "cpu", 0, sent, 0.0)
-    return post(neighbours, name, parts, True)
+    return post(neighbours, name, parts, batched=True)
 
 
 def _exchange_on_device(
@@ -209,7 +209,7 @@ def _exchange_on_device(
     receives: Sequence[str],
     device: torch.device,
     posted: list[Posted],
-    before_recv: Callable[[str, bool], None],
+    before_recv: Callable[..., None],
 ) -> Iterator[tuple[str, Specs]]:
     """Exchange the headers of ``keys`` on ``device``, where groups carry no CPU tensors; yield (key, specs)."""
     words = {key: _encode_for(neighbours, name, key, sends[key]).to(device) for key in keys if key in sends}
@@ -218,7 +218,7 @@ def _exchange_on_device(
     rest = {key: x[WORDS:] for key, x in words.items() if len(x) > WORDS}
     arrived: dict[str, list[int]] = {}
     for key, buffer in buffers.items():
-        before_recv(key, False)
+        before_recv(key)
         first[key].wait()
         # Each received header costs one wait for the stream, here.
         arrived[key] = buffer.tolist()
@@ -234,7 +234,7 @@ def _exchange_on_device(
 
 
 def _recv_both(
-    neighbours: Neighbours, name: str, keys: Sequence[str], before_recv: Callable[[str, bool], None]
+    neighbours: Neighbours, name: str, keys: Sequence[str], before_recv: Callable[..., None]
 ) -> Iterator[tuple[str, Specs]]:
     """Receive the headers of two neighbours in a thread each; yield (key, specs) in the order of arrival."""
     # A neighbour's message has to be received as soon as its header is there, or stages wait for each other in a
@@ -245,7 +245,7 @@ def _recv_both(
     def receive(key: str) -> None:
         """Put the header of ``key``, or the error of its receive, into the queue of arrivals."""
         try:
-            before_recv(key, True)
+            before_recv(key, in_helper=True)
             arrivals.put((key, recv_header(neighbours, name, key)))
         except BaseException as error:
             arrivals.put((key, error))

@@ -41,7 +41,7 @@ def exchange(
     name: str,
     outgoing: Mapping[str, Any],
     expected: Mapping[str, Any],
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     batched: bool = True,
     variable: bool = False,

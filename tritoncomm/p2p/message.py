@@ -291,7 +291,7 @@ class Incoming(NamedTuple):
         if variable:
             if not isinstance(expected, (list, tuple)):
                 raise ArgumentError(f"{name}: expected a shape or a list of shapes, not {expected!r}")
-            return cls(None, dtype, count=1 if is_single else len(expected), is_single=is_single)
+            return cls(specs=None, dtype=dtype, count=1 if is_single else len(expected), is_single=is_single)
         if dtype is None:
             raise ArgumentError(f"{name}: the dtype of received tensors must be given")
         specs = tuple([(shape, dtype) for shape in as_shapes(expected, name)])

@@ -152,7 +152,7 @@ def _gather(received: Any, shape: Any, name: str) -> Any:
         if _shard_size(full_shape, name):
             shard = tensors[i].detach()
             group = groups.group_for(ParallelMode.TENSOR, shard, name)
-            gathered = eager.all_gather(shard, 0, group, None, f"{name}.all_gather")
+            gathered = eager.all_gather(shard, 0, group, f"{name}.all_gather")
             full = torch.ops.aten._unsafe_view(gathered, full_shape)  # no view, as every other received tensor
             tensors[i] = full.requires_grad_(full.is_floating_point() or full.is_complex())
     return tensors[0] if is_one_shape(shape) else tensors

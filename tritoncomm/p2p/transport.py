@@ -195,7 +195,7 @@ def _post_batch(directions: list[Direction], name: str, wires: dict[str, Tensor]
     """Start the transfers of ``directions``, which share one group, in one call of the backend; return handles."""
     first = directions[0]
     group = first.group() or _alive(first.group)
-    transfers = [Transfer(each.is_send, each.group_peer, wires[each.key]) for each in directions]
+    transfers = [Transfer(each.group_peer, wires[each.key], each.is_send) for each in directions]
     try:
         works = batch(transfers, group)
     except RuntimeError as error:

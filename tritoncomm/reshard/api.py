@@ -253,7 +253,7 @@ def planned(
             if (executor := executor_for(request, lacks, is_told)) is not None:
                 return request, ReshardPlan(request, executor)
         elif group is not None and not is_asked:
-            compare(group, name, None, kinds.names, (), lacks=True)
+            compare(group, name, executor=None, names=kinds.names, tensors=(), lacks=True)
         known = kinds.shared(participants, name)
         is_asked, is_told = False, True
 
@@ -392,7 +392,7 @@ class ReshardPlan:
         pairs = [(x.detach(), y) for x, y, passes in zip(tensors, out, self._passes_through, strict=True) if passes]
         if pairs and share_memory(out, tensors):  # the exchange may overwrite pass-through tensors
             pairs = [(x.clone(), y) for x, y in pairs]
-        self._executor.run(moving, self._moving(out), self._name)
+        self._executor.run(moving, self._name, self._moving(out))
         for x, y in pairs:
             y.detach().copy_(x)
         return list(out)

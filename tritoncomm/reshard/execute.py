@@ -212,7 +212,7 @@ class Executor:
         participants = Participants(self.group, self.transfers.ranks, self.transfers.position)
         return Executor(items, participants, self.bucket_bytes, self.grad, sums=sums)
 
-    def run(self, tensors: Sequence[Tensor], results: Sequence[Tensor] | None, name: str) -> Sequence[Tensor]:
+    def run(self, tensors: Sequence[Tensor], name: str, results: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
         """Reshard the local tensors of this rank, without autograd, and return the local results.
 
         Args:
@@ -343,7 +343,7 @@ def apply(executor: Executor, tensors: Sequence[Tensor], name: str) -> Sequence[
     """Reshard local tensors and return the local results; autograd records the call if a gradient is wanted."""
     if executor.has_grad and torch.is_grad_enabled():
         return _Reshard.apply(executor, name, *tensors)
-    return executor.run(tensors, None, name)
+    return executor.run(tensors, name)
 
 
 @direct
@@ -353,7 +353,7 @@ class _Reshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, executor: Executor, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.executor, ctx.group, ctx.name = executor, executor.group, name
-        results = executor.run(tensors, None, name)
+        results = executor.run(tensors, name)
         ctx.mark_non_differentiable(*(x for x, item in zip(results, executor.items, strict=True) if not item.has_grad))
         ctx.set_materialize_grads(False)  # ``backward`` makes zeros of missing gradients itself
         ctx.like = [(x.shape, x.dtype, x.device) for x in results]
@@ -372,5 +372,5 @@ class _Reshard(torch.autograd.Function):
         if any(grad.requires_grad for grad in present):
             results = iter(_Reshard.apply(executor.adjoint, name, *present))
         else:
-            results = iter(executor.adjoint.run(present, None, name))
+            results = iter(executor.adjoint.run(present, name))
         return None, None, *(next(results) if item.has_grad else None for item in executor.items)

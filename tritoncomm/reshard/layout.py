@@ -95,7 +95,7 @@ class Layout:
     def _of_regions(cls, shape: Ints, holders: Holders, start: Array, size: Array) -> "Layout":
         """Build the layout of regions, in lexicographic order, that tile a tensor, and of which every rank has one."""
         self = cls.__new__(cls)
-        self._set(shape, (1,) * len(shape), holders, start, size, None, True)
+        self._set(shape, (1,) * len(shape), holders, start, size, places=None, is_tiling=True)
         return self
 
     def _set(

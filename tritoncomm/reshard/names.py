@@ -118,12 +118,12 @@ def kinds_of(name: str, tensors: Any, source: Any, dtype: Any, out: Any) -> Kind
     return Kinds(
         names,
         tuple([_number(by_name.get(key), records) for key in names]),
-        tuple([_number(dtypes[key] if dtypes.get(key) is not None else outs.get(key), False) // 2 for key in names]),
+        tuple([_number(dtypes[key] if dtypes.get(key) is not None else outs.get(key)) // 2 for key in names]),
         out is not None,
     )
 
 
-def _number(x: Any, records: bool) -> int:
+def _number(x: Any, records: bool = False) -> int:
     """Return the number of a tensor or of a dtype in ``Kinds.sources``; 0 of None, 2 of what is neither."""
     if x is None:
         return 0

@@ -143,7 +143,7 @@ class OwnedExchange:
         """
         with self._telling():
             self._check(full)
-        self._agree(None)
+        self._agree()
         device = next((x.device for x in full.values()), torch.device(device))
         sources = {
             name: full[name] if name in full else torch.empty(0, dtype=dtype, device=device)
@@ -203,7 +203,7 @@ class OwnedExchange:
                 self._agree(failure if isinstance(failure, CommError) else ArgumentError(text))
             raise
 
-    def _agree(self, error: CommError | None) -> None:
+    def _agree(self, error: CommError | None = None) -> None:
         """Raise an error of any rank on all of them, until a call was without one; in check mode in every call."""
         group = self._group()
         if group is not None and (not self._has_agreed or variables.CHECK.value or variables.HASH.value):

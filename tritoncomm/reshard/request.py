@@ -371,7 +371,7 @@ def _check_result(out: Any, local: Any, item: Item, shape: Ints | None, name: st
 
 def _check_own_layout(tensor: Any, layout: Layout, name: str, key: str) -> None:
     """Check that a DTensor or a ColoTensor has the layout of the plan; its local shape may be equal in another one."""
-    own = source_of(tensor, None, name, key)
+    own = source_of(tensor, layout=None, name=name, key=key)
     # A layout of more ranks says that a DTensor over a submesh has replicas on the other submeshes.
     if own != layout and not layout.has_part(own):
         raise ShapeError(f"{name}: {key} is laid out as {own}, not as {layout}")
@@ -548,7 +548,7 @@ def refusing(participants: Participants, name: str) -> Iterator[None]:
 
 def raise_together(name: str, group: ProcessGroup, error: CommError | None) -> None:
     """Raise an error of this rank on every rank of the group; all of them call, None being that of one without."""
-    _report(name, group, (), plan="new", error=error)
+    _report(name, group, tensors=(), plan="new", error=error)
     # There is no request to hash, or to describe: the error alone makes all ranks raise.
     agree(name, group, digest=bytes(16), error=error, describe=dict)
 

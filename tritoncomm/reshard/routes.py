@@ -154,7 +154,7 @@ class Routes:
         sent = sent.pick(np.nonzero(target.owner[sent.target] != target.members.place_of(rank))[0])
         return Requests(*(np.concatenate(each, -1) for each in zip(received, sent, strict=True)))
 
-    def served(self, requests: Requests, table: Array | None) -> tuple[Array, Array]:
+    def served(self, requests: Requests, table: Array | None = None) -> tuple[Array, Array]:
         """Return the source box that serves each request, and its sender and receiver, ``[2, requests]``.
 
         Both are positions in the group. A request for elements that stay has the receiver's own box.
@@ -177,7 +177,7 @@ class Routes:
     @cached_property
     def _all_served(self) -> tuple[Array, Array]:
         """Result of ``served`` for all requests, without a table."""
-        return self.served(self.all, None)
+        return self.served(self.all)
 
     def remote(self, table: Array | None) -> tuple[Array, Array]:
         """Return the ends and the elements of all requests between two ranks, for reports and small groups."""
@@ -186,9 +186,9 @@ class Routes:
     @cached_property
     def _everything(self) -> tuple[Array, Array]:
         """Ends and elements of all requests between two ranks, without a table."""
-        return self._remote(None)
+        return self._remote()
 
-    def _remote(self, table: Array | None) -> tuple[Array, Array]:
+    def _remote(self, table: Array | None = None) -> tuple[Array, Array]:
         """Find ends and elements of all requests between two ranks; see ``remote``."""
         _, ends = self.all_served(table)
         is_remote = ends[0] != ends[1]
@@ -329,7 +329,10 @@ class Routes:
     def _line(self) -> _Line:
         """Line of every source region."""
         source, counts = self.source, self.target.holders.counts
-        length, most, meets, is_even = _covered(source, self.target, True), *_meetings(source, self.target)
+        length, most, meets, is_even = (
+            _covered(source, self.target, counts_replicas=True),
+            *_meetings(source, self.target),
+        )
         # As if every element were requested by as many ranks as the most wanted one.
         span, requests = counts.max(initial=0) * source.size.prod(1), counts.max(initial=0) * meets
         if not self.every_replica:

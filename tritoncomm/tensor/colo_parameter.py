@@ -51,7 +51,7 @@ class ColoParameter(ColoTensor, torch.nn.Parameter):  # pyright: ignore[reportIn
         """
         if sys._getframe(1).f_code is not _NEW_PARAMETER:
             return super().detach()
-        return type(self)._rebuild(plain(self).detach(), False, self._state())
+        return type(self)._rebuild(plain(self).detach(), requires_grad=False, state=self._state())
 
     @staticmethod
     def from_torch_tensor(

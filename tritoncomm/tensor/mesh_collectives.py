@@ -117,7 +117,7 @@ def _own_memory(result: Tensor, x: Tensor, collective: MeshCollective) -> Tensor
 def _all_gather(x: Tensor, collective: MeshCollective) -> Tensor:
     """Gather in the order of the group, and bring the blocks into the order of the axis."""
     dim, members = collective.gather_dim, collective.members
-    result = _reorder_blocks(eager.all_gather(x, dim, members.group, None, collective.name), dim, members.order)
+    result = _reorder_blocks(eager.all_gather(x, dim, members.group, collective.name), dim, members.order)
     return _own_memory(result, x, collective)
 
 
@@ -125,7 +125,7 @@ def _split(x: Tensor, collective: MeshCollective) -> Tensor:
     """Bring the blocks from the order of the axis into the order of the group, and keep this rank's."""
     dim, members = collective.shard_dim, collective.members
     ordered = _reorder_blocks(x, dim, _inverse(members.order))
-    shard = eager.split(ordered, dim, members.group, None, collective.name)
+    shard = eager.split(ordered, dim, members.group, collective.name)
     shared = shard is not x and shares_storage(shard, x)
     return shard.clone() if collective.backward and shared else shard  # no view of a gradient
 

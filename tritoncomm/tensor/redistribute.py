@@ -40,12 +40,12 @@ class Transition:
 
     Attributes:
         old: (dim, number of shards) of every sharded dim before; empty for a replica.
-        new: (dim, number of shards) of every sharded dim afterwards.
+        new: (dim, number of shards) of every sharded dim afterwards; empty for a replica.
     """
 
     shape: tuple[int, ...]
     old: Parts
-    new: Parts
+    new: Parts = ()
 
     def reversed(self) -> "Transition":
         """Return the reverse transition, by which gradients travel."""
@@ -139,7 +139,7 @@ def _all_gather(x: Tensor, transition: Transition, group: ProcessGroup, name: st
     shape, parts, world = transition.shape, transition.old, group.size()
     if len(parts) == 1:
         ((dim, count),) = parts
-        return eager.all_gather(x, dim, group, uneven_sizes(shape[dim], count), name)
+        return eager.all_gather(x, dim, group, name, uneven_sizes(shape[dim], count))
     shapes = [local_shape(shape, parts, rank) for rank in range(world)]
     counts = tuple(math.prod(each) for each in shapes)
     sent, copied, largest = x.reshape(-1), 0, padded_size(counts)
@@ -147,7 +147,7 @@ def _all_gather(x: Tensor, transition: Transition, group: ProcessGroup, name: st
         # Padded here, so that one pass puts the shards in place: the gather by sizes would make a second.
         sent, copied = x.new_empty(largest), 2 * x.nbytes
         sent[: x.numel()].copy_(x.reshape(-1))
-    wire = eager.all_gather(sent, 0, group, None if largest else counts, name)
+    wire = eager.all_gather(sent, 0, group, name, None if largest else counts)
     started = record.now()
     # The wire has the shards in rank order, each flattened; of several dims no reshape puts them in place.
     out = x.new_empty(shape)

@@ -152,7 +152,7 @@ def clip_grad_norm_(
         partial, group = _power_sum([pairs[index][1] for index in indices], power, device), pg.tp_process_group()
         compare_arguments("clip_grad_norm_", group, max_norm=max_norm, norm_type=power, gradients=len(indices))
         if math.isinf(power):  # Gloo's MAX loses a NaN
-            partial = _combined(eager.all_gather(partial.view(1), 0, group, None, "clip_grad_norm_"), power)
+            partial = _combined(eager.all_gather(partial.view(1), 0, group, "clip_grad_norm_"), power)
         else:
             partial = eager.all_reduce(partial, group, "clip_grad_norm_")
         partial_norms.append(partial)

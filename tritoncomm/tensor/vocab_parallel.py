@@ -52,7 +52,7 @@ class _RowTargets:
     smoothing_weights: Tensor | None
     counts: Tensor
     valid: Tensor
-    soft_weights: Tensor | None
+    soft_weights: Tensor | None = None
 
 
 def cross_entropy_rows(
@@ -119,7 +119,7 @@ def _class_targets(
         total_weight = target_weight + counted * spread * weights_sum
         class_weights = counted.new_ones(size) if weight is None else weight.to(wide)
         smoothing_weights = class_weights * spread
-    return _RowTargets(target_col, target_weight, total_weight, smoothing_weights, weights, valid, None)
+    return _RowTargets(target_col, target_weight, total_weight, smoothing_weights, weights, valid)
 
 
 def _soft_targets(
@@ -133,7 +133,10 @@ def _soft_targets(
     # No row has a target class: the soft weights take its place.
     no_target = torch.full((len(rows),), -1, device=rows.device)
     ones = torch.ones(len(rows), dtype=wide, device=rows.device)
-    return _RowTargets(no_target, torch.zeros_like(ones), total_weight, None, ones, ones.bool(), soft_weights)
+    return _RowTargets(
+        no_target, torch.zeros_like(ones), total_weight, smoothing_weights=None, counts=ones, valid=ones.bool(),
+        soft_weights=soft_weights,
+    )  # fmt: skip
 
 
 @direct
@@ -156,7 +159,7 @@ class _Rows(torch.autograd.Function):
             for block in _blocks(rows):
                 _statistics(rows[block], targets, block, stats)
         record.add("cross_entropy.rows", path, bytes_copied, 0, started)
-        gathered = eager.all_gather(stats.unsqueeze(0), dim=0, group=group, sizes=None, name="cross_entropy")
+        gathered = eager.all_gather(stats.unsqueeze(0), dim=0, group=group, name="cross_entropy")
         # ``[world, 2, rows]``: a log-sum-exp of all classes is one of the ranks' log-sum-exps, and the terms add up.
         lse, target_term = torch.logsumexp(gathered[:, 0], 0), gathered[:, 1].sum(0)
         ctx.save_for_backward(rows, lse, stats[0])

@@ -162,7 +162,9 @@ class _Comparison:
 
     def _refused(self, problem: str, lines: list[str]) -> Report:
         """Return the report of runs that could not be compared."""
-        return Report(None, lines, problem, self.ledger.counts, self.ledger.left)
+        return Report(
+            first=None, lines=lines, problem=problem, counts=self.ledger.counts, not_compared=self.ledger.left
+        )
 
     def _not_comparable(self, has_outputs: bool) -> str:
         """Say why equal values prove nothing; "" if they do."""
@@ -248,7 +250,7 @@ class _Comparison:
                 self.ledger.counts["alone"] += 1
                 continue
             values = Values.of(whole, parts, self.bounds.of_parameter(whole, parts))
-            fit = find(*values, False, self.runs.declared(name))
+            fit = find(*values, allow_sums=False, known=self.runs.declared(name))
             if not is_telling(values.whole):
                 self.ledger.counts["ambiguous"] += 1
             self.ledger.count("parameters")

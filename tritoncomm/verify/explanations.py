@@ -59,7 +59,7 @@ def _of_bias(bias: Tensor, values: Values) -> Iterator[str]:
     if factor is not None:
         yield f"{factor}, but for its bias"
         return
-    added = find(whole, parts, 4 * bound, True).relation
+    added = find(whole, parts, 4 * bound).relation
     if added is not None and added.is_partial and not added.is_mean:
         yield f"the ranks' parts were never summed ({added}, but for its bias)"
 
@@ -73,7 +73,7 @@ def _of_values(values: Values, ranks: Sequence[int], nearest: Relation | None) -
             yield missing
         return
     partly: dict[tuple[int, ...], None] = {}  # sets of wrong ranks, by relations of which some are right
-    for relation in candidates(whole, parts, False):
+    for relation in candidates(whole, parts, allow_sums=False):
         expected = [relation.of(whole, k) for k in range(len(parts))]
         if relation.view or any(e is None or e.shape != x.shape for e, x in zip(expected, parts, strict=True)):
             continue
@@ -101,12 +101,12 @@ def of_gradient(
 ) -> str:
     """Say what is wrong with a gradient; ``whole_run`` and ``runs`` know which parameters are tied."""
     whole, parts, bound = values
-    for each in candidates(whole, parts, True):
+    for each in candidates(whole, parts, allow_sums=True):
         if not each.is_partial or each.is_mean or each.splits != relation.splits:
             continue
-        if find(*values, True, each).relation is not None:
+        if find(*values, known=each).relation is not None:
             return f"was never summed: {each}"
-        if find(*values, True, mean := replace(each, is_mean=True)).relation is not None:
+        if find(*values, known=(mean := replace(each, is_mean=True))).relation is not None:
             return f"was never averaged: {mean}"
     expected = [relation.of(whole, k) for k in range(len(parts))]
     if all(e is not None and e.shape == x.shape for e, x in zip(expected, parts, strict=True)):

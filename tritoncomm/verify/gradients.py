@@ -74,7 +74,7 @@ class Gradients:
         exact = None if recorded is None else self.bounds.exact_gradient(name)
         values = Values.of(whole, parts, self.bounds.of_gradient(whole, parts, exact))
         relation = self.runs.declared(f"gradient {name}") or self.held[name]
-        fit = find(*values, True, relation)
+        fit = find(*values, known=relation)
         if recorded is not None and self.ledger.is_unchecked(exact, values, fit, "gradients", name):
             return
         if fit.relation is not None:
@@ -127,7 +127,7 @@ class Gradients:
             return None
         outputs = [self.ranks[rank].tensors[each.outputs[j]] for rank, each in present]
         values = Values.of(self.whole.tensors[call.outputs[j]], outputs, self.bounds.of_output(call, j))
-        relation = find(*values, True, self.runs.declared(call.name), self.runs.has_strides).relation
+        relation = find(*values, known=self.runs.declared(call.name), allow_strides=self.runs.has_strides).relation
         if relation is None:
             return None
         wrong = []
@@ -164,8 +164,10 @@ class Gradients:
             if mask is not None and mask.shape == parts[k].shape:
                 parts[k] = parts[k] * mask
         self.ledger.count("changed")
-        fit = find(*values, True, relation)
-        if name in self.whole.changed and self.ledger.is_unchecked(None, values, fit, "changed", name):
+        fit = find(*values, known=relation)
+        if name in self.whole.changed and self.ledger.is_unchecked(
+            exact=None, values=values, fit=fit, kind="changed", name=name
+        ):
             return
         if fit.relation is not None:
             return

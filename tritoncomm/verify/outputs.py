@@ -138,7 +138,7 @@ class Outputs:
                 if not_finite(values, range(len(parts))):
                     return "", self._blamed(call, present, pending, find(*values), values)
                 continue
-            fit = find(*values, True, self.runs.declared(call.name), self.runs.has_strides)
+            fit = find(*values, known=self.runs.declared(call.name), allow_strides=self.runs.has_strides)
             if self.ledger.is_unchecked(self.bounds.exact_output(call, j), values, fit, "outputs", call.name):
                 continue
             if fit.relation is None and self._is_divided(call.name) and self._are_stages(values, present):

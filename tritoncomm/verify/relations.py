@@ -183,6 +183,7 @@ def find(
     whole: Tensor,
     parts: Sequence[Tensor],
     bound: float,
+    *,
     allow_sums: bool = True,
     known: Relation | None = None,
     allow_strides: bool = False,
@@ -205,7 +206,7 @@ def find(
             partial = partial or relation
         elif error < math.inf and (order := (relation.covered(count) < relation.blocks, wrong, error)) < best:
             nearest, least, best = relation, error, order
-    return Found(None, least, nearest, partial)
+    return Found(relation=None, error=least, nearest=nearest, partial=partial)
 
 
 def _expanded(whole: Tensor, parts: Sequence[Tensor]) -> Tensor:

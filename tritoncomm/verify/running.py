@@ -146,17 +146,20 @@ class _Runner:
         self.settings, self.folder, self.follow, self.count = settings, folder, follow, 0
 
     def both(self) -> "_Pair":
-        """Return the recordings of one process and of the ranks; of a step in 16 bits with those in float64."""
+        """Return the recordings of one process and of the ranks.
+
+        Those of a step in 16 bits have a recording in float64 as their ``exact``, where the program runs in it.
+        """
         written = _Mode(self.settings.dtype)
         self.follow("one process")
         whole = self.alone(written)
         if not whole.is_rounded:
             return _Pair(whole, self.on_ranks(written))
         wide = _Mode("float64", is_widened=True)
-        with suppress(VerifyError):  # of a program that checks its dtypes
+        with suppress(VerifyError):  # a program may check its dtypes
             whole.exact = _unrounded(self.alone(wide))
-        if whole.exact is None:
-            with suppress(VerifyError):  # of a program that names its dtype; the report says what that means
+        if whole.exact is None:  # then with the dtypes that the program names, and for one process alone
+            with suppress(VerifyError):
                 whole.exact = _unrounded(self.alone(_Mode("float64")))
             return _Pair(whole, self.on_ranks(written))
         ranks = self.on_ranks(written)
@@ -182,7 +185,7 @@ class _Runner:
         same = compare(whole, [again])
         if same.first is not None:
             words = f"not comparable: a rerun in one process differs, first in {same.first or ROOT}"
-            return Report(None, same.lines, words, report.counts)
+            return Report(first=None, lines=same.lines, problem=words, counts=report.counts)
         again.exact, again.noise = whole.exact, whole.noise
         again.has_autocast &= not run.is_widened  # a step in float64 runs without autocast
         second = compare(again, self.on_ranks(run))

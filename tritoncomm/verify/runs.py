@@ -38,7 +38,7 @@ class Recordings:
             parts = [run.inputs[key] for run in self.ranks if key in run.inputs]
             if len(parts) < len(self.ranks) or not is_telling(whole):
                 continue
-            relation = find(whole, parts, 0.0, False, allow_strides=True).relation
+            relation = find(whole, parts, 0.0, allow_sums=False, allow_strides=True).relation
             if relation is not None and relation.is_strided:
                 return True
         return False

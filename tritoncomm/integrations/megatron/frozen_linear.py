@@ -35,7 +35,7 @@ class _FrozenLinear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.group = group
-        return product(x, weight, bias, None, None)
+        return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -84,7 +84,7 @@ class FrozenLinear:
         if torch.is_grad_enabled():
             group = self._resolve_group(tp_group) if allreduce_dgrad else None
             return _FrozenLinear.apply(input, weight, bias, group)
-        return product(input, weight, bias, None, None)
+        return product(input, weight, bias)
 
 
 class FrozenLinear016(FrozenLinear):

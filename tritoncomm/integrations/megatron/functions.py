@@ -110,7 +110,7 @@ class ReduceScatterWithFP32Accumulation:
         if scratch is not None and (scratch.dtype, scratch.shape) != (input_tensor.dtype, input_tensor.shape):
             raise ArgumentError(f"{name}: all_to_all_output_tensor must be like the input, not {list(scratch.shape)}")
         _, handle = wire_sum.reduce_scatter(
-            input_tensor.view(-1), 0, ranks, None, name, options, asynchronous=True, out=output_tensor.view(-1),
+            input_tensor.view(-1), 0, ranks, name, options, asynchronous=True, out=output_tensor.view(-1),
             scratch=None if scratch is None else scratch.view(-1),
         )  # fmt: skip
         if async_op:

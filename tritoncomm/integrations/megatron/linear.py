@@ -35,17 +35,21 @@ def all_gather_shared(x: Tensor, group: ProcessGroup, buffers: Buffers, name: st
     def shared(shape: Ints, dtype: torch.dtype) -> Tensor:
         return buffers().get_tensor(shape, dtype, "mpu")  # Megatron's name for this buffer, which calls share
 
-    return eager.all_gather(x, 0, group, None, name, asynchronous, shared)
+    return eager.all_gather(x, 0, group, name, asynchronous=asynchronous, allocate=shared)
 
 
 def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None, buffers: Buffers | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: ProcessGroup | None = None,
+    buffers: Buffers | None = None,
 ) -> Tensor:
     """Return ``x @ weight.t() + bias``; with ``buffers`` and a group x is all-gathered along dim 0 first."""
     if buffers is None or group is None:
         out = matmul(x, weight)
     elif is_compiling():
-        out = matmul(eager.all_gather(x, 0, group, None, LINEAR), weight)
+        out = matmul(eager.all_gather(x, 0, group, LINEAR), weight)
     else:
         out = matmul(all_gather_shared(x, group, buffers, LINEAR, asynchronous=False), weight)
     return out if bias is None else out + bias  # not the fused sum of `linear`, which rounds once

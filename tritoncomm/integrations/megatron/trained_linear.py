@@ -90,7 +90,7 @@ def _gradients(x: Tensor, weight: Tensor, grad: Tensor, options: Options) -> tup
         grad_x = grad.matmul(weight)
         if gathering is not None:
             gathering.wait()
-        grad_x, handle = eager.reduce_scatter(grad_x, 0, group, None, name, asynchronous=True)
+        grad_x, handle = eager.reduce_scatter(grad_x, 0, group, name, asynchronous=True)
     else:
         grad_x = grad.matmul(weight)
         if allreduce_dgrad:

@@ -299,7 +299,9 @@ class _JudgedParts:
         """Reject a model whose parts, some of them new, are not those that ``switch`` would accept and add hooks to."""
         parts = model_parts.language_parts(model)
         layers = recurrent_layers.recurrent_layers(model)
-        if problem := model_parts.wrong_part(model, registered[self._name].attention, True, layers):
+        if problem := model_parts.wrong_part(
+            model, registered[self._name].attention, sharded=True, sharded_layers=layers
+        ):
             raise UnsupportedError(f"{self._name}: {type(model).__name__}: {problem}")
         for module in (*layers, *rotary_tables.chosen_by_largest(parts), *model_parts.towers(model)):
             if not any(owner.name == self._name and owner.is_on for owner in _switches_at(module)):

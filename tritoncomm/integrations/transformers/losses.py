@@ -118,15 +118,16 @@ def watch(
 
     Args:
         is_plain: whether torch.compile may trace the watch, which sees no changes in place there.
-        is_running: whether a call of a module is on the stack; else an interrupt kept it from being checked.
+        is_running: whether a call of a module is on the stack. The watch of a module that is not was left there by an
+            interrupt.
     """
     for model in models:
-        before = current = vars(model).get(_attribute(model))
-        while isinstance(before, _WatchedLoss) and (before.owner is owner or not is_running(before.owner)):
-            before = before.before
-        if before is not current:
-            _put(model, before)
-        _put(model, _WatchedLoss(owner, model, before, is_plain))
+        current = function = vars(model).get(_attribute(model))
+        while isinstance(function, _WatchedLoss) and (function.owner is owner or not is_running(function.owner)):
+            function = function.before
+        if function is not current:
+            _put(model, function)  # a new watch reads the function that the model has
+        _put(model, _WatchedLoss(owner, model, function, is_plain))
 
 
 def end(models: Iterable[nn.Module], owner: nn.Module) -> "list[LossCall] | None":

@@ -21,6 +21,7 @@ __all__ = ["PositionCut", "unread_tensors"]
 _OF_POSITIONS = ("per_layer_inputs",)
 # A mask [b, S] or [b, S, h] of images' tokens, and features of these tokens, [tokens, ...], by row, then position.
 _OF_IMAGE_TOKENS = {"visual_pos_masks": "deepstack_visual_embeds", "vision_mask": "deepstack_features"}
+# Of this rank's positions already.
 _OF_SHARD = ("labels", "shift_labels", "num_items_in_batch")
 
 
@@ -61,14 +62,15 @@ class PositionCut(NamedTuple):
                 tokens = mask if mask.dim() == 2 else mask[..., 0]
                 is_here = torch.zeros_like(tokens)
                 is_here[:, self.span.start : self.span.end] = True
-                done[features] = _map(partial(_rows, is_here=is_here[tokens]), arguments.get(features))
-        others = {name: x for name, x in arguments.items() if name not in (*done, *_OF_SHARD) and _shapes(x)}
-        unread = unread_tensors(self.model, others)
-        for name in others.keys() - unread:
-            raise UnsupportedError(
-                f"{self.label}: {name}={_shapes(others[name])}: nobody knows which of it belongs to this rank's "
-                "positions"
-            )
+                of_tokens = is_here[tokens]  # for each token of an image whether this rank has its position
+                done[features] = _map(partial(_rows, is_here=of_tokens), arguments.get(features))
+        unknown = {name: x for name, x in arguments.items() if name not in (*done, *_OF_SHARD) and _shapes(x)}
+        unread = unread_tensors(self.model, unknown)
+        for name, x in unknown.items():
+            if name not in unread:
+                raise UnsupportedError(
+                    f"{self.label}: {name}={_shapes(x)}: nobody knows which of it belongs to this rank's positions"
+                )
         return {**done, **dict.fromkeys(unread)}
 
     def _check_shape(self, name: str, x: Tensor) -> None:

@@ -323,13 +323,13 @@ def local_operand(each: Operand, parts: Parts, pg: ProcessGroup) -> Tensor:
         if parts and len(current) == 1:
             ((dim, count),) = current
             return mappings.all_gather_dim(local, dim, group, sizes=uneven_sizes(shape[dim], count))
-        local = redistribute(local, Transition(shape, current, ()), group)
+        local = redistribute(local, Transition(shape, current), group)
     return copy_to(local, group, each.is_factor) if parts and wants_grad(local) else local
 
 
 def replicated(x: Tensor, pg: ProcessGroup) -> Tensor:
     """Return the global tensor as a plain tensor without gradient."""
-    return local_operand(Operand(x, (None,) * len(shape_of(x))), (), pg).detach()
+    return local_operand(Operand(x, (None,) * len(shape_of(x))), parts=(), pg=pg).detach()
 
 
 def _reduce_outputs(
@@ -367,7 +367,7 @@ def _wrap_result(
     for dim, _ in result_parts:
         shape[dim] = call.result_sizes.get(labels[dim], call.sizes[labels[dim]])
     if result_parts and gather:
-        x, result_parts = redistribute(x, Transition(tuple(shape), result_parts, ()), pg.tp_process_group()), ()
+        x, result_parts = redistribute(x, Transition(tuple(shape), result_parts), pg.tp_process_group()), ()
     for each in colo_operands:
         if each.labels == labels and each.tensor.partitions == result_parts:
             return each.tensor._wrap(x, pg, each.tensor.dist_spec, shape)

@@ -61,7 +61,7 @@ def _norms(self: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = N
     for pg, indices in shards_by_group(shards):
         of_group: list[Any] = [shards[index] for index in indices]
         partial = torch.stack([_local_norm(plain(x), ord, dtype) for x in of_group])
-        gathered = eager.all_gather(partial.unsqueeze(0), 0, pg.tp_process_group(), None, "_foreach_norm")
+        gathered = eager.all_gather(partial.unsqueeze(0), 0, pg.tp_process_group(), "_foreach_norm")
         for x, norm in zip(of_group, torch.linalg.vector_norm(gathered, ord, 0), strict=True):
             norms[id(x)] = x._wrap(norm.to(dtype or x.dtype), x.process_group, ReplicaSpec(), ())
     return tuple(norms[id(x)] for x in self)

@@ -83,7 +83,7 @@ def agreed_seed(pg: ProcessGroup, like: Tensor) -> int:
     compare_arguments("agreed_seed", group, seed=seed)
     if count & (count - 1) == 0:  # a power of two
         mine = torch.tensor([seed], device=like.device)
-        seeds = eager.all_gather(mine, 0, group, None, "agreed_seed").tolist()
+        seeds = eager.all_gather(mine, 0, group, "agreed_seed").tolist()
         if len(set(seeds)) > 1:
             raise MismatchError(
                 f"a random operator on replicas: ranks {ranks} drew different numbers, so their replicas would "
@@ -177,6 +177,6 @@ def _channels(input: Tensor, p: float = 0.5, training: bool = True, inplace: boo
 
     def run(sharding: Sharding, x: Tensor) -> Tensor:
         with seeded_shard(seed, sharding, x.device):
-            return F.dropout1d(x.flatten(2), p, True).view(x.shape)
+            return F.dropout1d(x.flatten(2), p, training=True).view(x.shape)
 
     return OperatorCall([Operand(input, labels)], [labels], run, frozenset(range(2, count)))

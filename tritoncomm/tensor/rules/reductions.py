@@ -36,10 +36,10 @@ def extremum_over_ranks(x: Tensor, dims: tuple[int, ...], group: ProcessGroup, s
     """Maximum (or minimum) over dims of a tensor that is sharded along them, which are kept; NaN wins. No gradient."""
     local, x = torch.amin if smallest else torch.amax, x.detach()
     if x.numel():
-        extremum = local(x, dims, True)
+        extremum = local(x, dims, keepdim=True)
     else:
         extremum = x.new_full([1 if d in dims else s for d, s in enumerate(x.shape)], _identity(x.dtype, smallest))
-    values = eager.all_gather(extremum.unsqueeze(0), 0, group, None, "amin" if smallest else "amax")
+    values = eager.all_gather(extremum.unsqueeze(0), 0, group, "amin" if smallest else "amax")
     return local(values, 0)
 
 
@@ -175,7 +175,7 @@ def _allclose(
 @rule("count_nonzero", result="as sum", collectives="as sum")
 def _count(input: Tensor, dim: Any = None) -> OperatorCall:
     dims = _dims_of(dim, input)
-    return _reduce(input, dims, False, lambda x: torch.count_nonzero(x, dims))
+    return _reduce(input, dims, keepdim=False, local=lambda x: torch.count_nonzero(x, dims))
 
 
 @rule(
@@ -253,8 +253,8 @@ class _MinMaxWithIndex(torch.autograd.Function):
             shape = [s for d, s in enumerate(x.shape) if d != dim]
             value, index = x.new_full(shape, identity), torch.zeros(shape, dtype=torch.int64, device=x.device)
         # ``[world, ...]``: the best value of every rank, and its global index. The best of these is of rank ``rank``.
-        values = eager.all_gather(value.unsqueeze(0), 0, group, None, "max")
-        indices = eager.all_gather((index + start).unsqueeze(0), 0, group, None, "max")
+        values = eager.all_gather(value.unsqueeze(0), 0, group, "max")
+        indices = eager.all_gather((index + start).unsqueeze(0), 0, group, "max")
         best, rank = local(values, 0)
         global_index = indices.gather(0, rank.unsqueeze(0)).squeeze(0)
         ctx.save_for_backward(global_index)

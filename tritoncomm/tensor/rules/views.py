@@ -133,11 +133,12 @@ def _hides_copy(
     ``single`` has the sharded dims of local size 1, and their dims in ``target``, the local shape afterwards.
     """
     # Other ranks, and torch on the global tensor, copy in this case, so later writes must not be visible here either.
-    # Each such dim gets size 2 for the trial. Dims whose stride is at least its own enclose it in memory: their strides
-    # grow.
+    # The trial: a tensor without memory in which each such dim has size 2 is viewed, and torch raises where that needs
+    # a copy. A dim that encloses a doubled one in memory, as its stride is not smaller, gets twice its stride.
     sizes, strides, new_sizes = list(shape), list(stride), list(target)
     for dim, new in single:
-        strides = [2 * s if at != dim and s >= strides[dim] else s for at, s in enumerate(strides)]
+        inner = strides[dim]
+        strides = [2 * step if i != dim and step >= inner else step for i, step in enumerate(strides)]
         sizes[dim], new_sizes[new] = 2, 2 * new_sizes[new]
     try:
         torch.empty_strided(sizes, strides, device="meta").view(new_sizes)

@@ -28,19 +28,23 @@ class TrainerKind(NamedTuple):
 _ALONE = "use it without UlyssesTrainerMixin, on sequences that fit on a rank"
 _LABELS, _SEQUENCES = TrainerKind(LabelSums), TrainerKind(WholeSequences)
 _LOGITS = TrainerKind(
-    None,
-    "takes log-probabilities from logits of whole sequences, of which each rank has a part",
-    f"DPOTrainer and KTOTrainer do not; or {_ALONE}",
+    strategy=None,
+    reason="takes log-probabilities from logits of whole sequences, of which each rank has a part",
+    remedy=f"DPOTrainer and KTOTrainer do not; or {_ALONE}",
 )
 _GENERATES = TrainerKind(
-    None,
-    "generates, and needs the log-probability of whole completions, of which each rank has a part",
-    f"train on recorded completions with DPOTrainer or KTOTrainer, or {_ALONE}",
+    strategy=None,
+    reason="generates, and needs the log-probability of whole completions, of which each rank has a part",
+    remedy=f"train on recorded completions with DPOTrainer or KTOTrainer, or {_ALONE}",
 )
-_TEACHER = TrainerKind(None, "compares logits of a shard with those of a teacher that got no shard", _ALONE)
-_REWARD = TrainerKind(None, "scores a whole sequence, and would score each shard", _ALONE)
+_TEACHER = TrainerKind(
+    strategy=None, reason="compares logits of a shard with those of a teacher that got no shard", remedy=_ALONE
+)
+_REWARD = TrainerKind(strategy=None, reason="scores a whole sequence, and would score each shard", remedy=_ALONE)
 _UNKNOWN = TrainerKind(
-    None, "is not known to be right", f"Trainer, SFTTrainer, DPOTrainer and KTOTrainer are; or {_ALONE}"
+    strategy=None,
+    reason="is not known to be right",
+    remedy=f"Trainer, SFTTrainer, DPOTrainer and KTOTrainer are; or {_ALONE}",
 )
 TRAINERS = {
     "SFTTrainer": _LABELS, "DPOTrainer": _SEQUENCES, "KTOTrainer": _SEQUENCES,

@@ -145,7 +145,7 @@ class LabelSums(Strategy):
         if not isinstance(outputs, Tensor) or outputs.dim() < 2 or outputs.shape[1] != run:
             shape = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
             raise UnsupportedError(f"{self._label}: an output {shape} that has no dim of {run} positions")
-        return eager.all_gather(outputs, 1, self._group, None, "prediction_step")[:, :length]
+        return eager.all_gather(outputs, 1, self._group, "prediction_step")[:, :length]
 
 
 class _Sharded:
