@@ -23,7 +23,7 @@ from tritoncomm.bench.settings import SIZES, Settings, chosen, matches
 from tritoncomm.cli.bench import cells, summary
 
 SMALL = 1 / 16  # MiB
-WITHOUT_DTENSOR = {"all_to_all", "Ulysses q, k, v, output"}
+WITHOUT_DTENSOR = {"all_to_all", "Ulysses q, k, v, output", "dispatch and combine"}
 
 
 def place_of(group: ProcessGroup, on_gpu: bool = False) -> Place:
@@ -41,7 +41,7 @@ def peers_of(name: str) -> set[str]:
     return {"plain", "bare"} if has_none else {"plain", "DTensor", "bare"}
 
 
-OF_EACH_KIND = ("sp2hp", "gather_from_sequence", "Ulysses", "all_reduce", "hop both")
+OF_EACH_KIND = ("sp2hp", "gather_from_sequence", "Ulysses", "all_reduce", "dispatch", "hop both")
 
 
 @pytest.mark.parametrize("words", [OF_EACH_KIND, pytest.param((), marks=pytest.mark.slow)], ids=["some", "all"])

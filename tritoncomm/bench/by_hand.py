@@ -20,6 +20,7 @@ __all__ = [
     "all_to_all_hp2sp",
     "all_to_all_sp2hp",
     "copy_to_tensor_model_parallel_region",
+    "experts",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "reduce_from_tensor_model_parallel_region",
@@ -189,6 +190,28 @@ def all_to_all(
 ) -> Tensor:
     """Forward: all-to-all of rows. Backward: the inverse."""
     return ByHand.apply(x, group, exchange, exchange, output_split_sizes_, input_split_sizes)
+
+
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, number: int, layer: Callable[[Tensor], Tensor], group: ProcessGroup
+) -> Tensor:
+    """Send a row for each pair of a token and an expert, run ``layer`` on rows sorted by expert, and sum the results.
+
+    That is the formulation of Megatron-LM's dispatcher by all-to-all.
+    """
+    world, pairs = group.size(), ids.flatten()
+    order = pairs.argsort(stable=True)
+    tokens = order // ids.shape[1]
+    counts = torch.bincount(pairs, minlength=number).view(world, -1)  # of each rank's experts
+    counts_of_ranks = exchange(counts, group)
+    to_ranks, from_ranks = torch.stack([counts.sum(1), counts_of_ranks.sum(1)]).tolist()
+    rows = all_to_all(group, x.index_select(0, tokens), from_ranks, to_ranks)
+    # Rows come by rank, and within a rank by expert.
+    number_of_row = torch.arange(number // world, device=x.device).repeat(world)
+    by_expert = number_of_row.repeat_interleave(counts_of_ranks.flatten(), output_size=len(rows)).argsort(stable=True)
+    results = layer(rows.index_select(0, by_expert)).index_select(0, by_expert.argsort())
+    parts = all_to_all(group, results, to_ranks, from_ranks) * weights.flatten()[order, None]
+    return parts.new_zeros(x.shape).index_add_(0, tokens, parts).to(x.dtype)
 
 
 def all_to_all_sp2hp(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""Exchange: one mapping, sum or hop, as a call of ours and of each peer that returns all that it computes.
+"""Exchange: one mapping, sum, hop or dispatch, as a call of ours and of each peer that returns all that it computes.
 
 ``plain`` is Megatron-LM's formulation in plain torch (`by_hand`), and the calls that people write themselves for sums
 over a wire, hops and Ulysses. ``DTensor`` is a redistribution, where torch has one. ``bare`` is the collectives alone,
@@ -6,7 +6,7 @@ on contiguous buffers of the same bytes: the floor.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from tritoncomm import collective, mappings
 from tritoncomm.bench import by_hand
+from tritoncomm.experts import combine, dispatch
 from tritoncomm.p2p import P2PCommunicator
 from tritoncomm.ulysses import UlyssesAttention
 
@@ -66,10 +67,12 @@ class TimedExchange:
     Attributes:
         name: in tables.
         calls: the call of each provider for an input of so many bytes on each rank.
+        waits: whether the host waits for what arrives, so that no CUDA graph can capture a call.
     """
 
     name: str
     calls: Callable[[Place, int], Calls]
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,44 @@ def ulysses(place: Place, nbytes: int) -> Calls:
 
     buffers = [torch.zeros(3 * len(gradient), place.hidden, dtype=place.dtype, device=place.device), gradient]
     return {"ours": step(ours), "plain": step(plain), "bare": bare}
+
+
+def dispatch_and_combine(place: Place, nbytes: int) -> Calls:
+    """Send rows to the ranks of 8 experts and back, around experts that double them; forward and backward.
+
+    Tokens have experts on as many ranks as there can be. A peer sends a row for each expert, the bare exchange one for
+    each of these ranks.
+    """
+    group, world, slots = place.group, place.group.size(), 8
+    of_experts = replace(place, hidden=7168)  # as DeepSeek-V3 has
+    x, gradient = of_experts.values(nbytes).requires_grad_(), of_experts.values(nbytes, seed=1)
+    number = slots * world
+    first = torch.arange(len(x), device=place.device)[:, None]
+    ids = (first + torch.arange(0, number, world, device=place.device)) % number
+    weights = torch.full(ids.shape, 0.5, device=place.device).requires_grad_()
+
+    def rows_of_tokens() -> Tensor:
+        dispatched = dispatch(x, ids, weights, number, group)
+        rows, _ = dispatched.by_expert()
+        return combine(dispatched.summed(rows * 2), dispatched)
+
+    def rows_of_pairs() -> Tensor:
+        return by_hand.experts(x, ids, weights, number, lambda rows: rows * 2, group)
+
+    def step(forward: Callable[[], Tensor]) -> Callable[[], Results]:
+        def run() -> Results:
+            out = forward()
+            return (out.detach(), *torch.autograd.grad(out, (x, weights), gradient))
+
+        return run
+
+    def bare() -> Results:
+        for _ in range(4):  # there and back, forward and backward
+            by_hand.exchange(buffer, group)
+        return ()
+
+    buffer = x.new_zeros(len(x) * min(world, slots), x.shape[1])
+    return {"ours": step(rows_of_tokens), "plain": step(rows_of_pairs), "bare": bare}
 
 
 def reduce_scatter_over_wire(place: Place, nbytes: int) -> Calls:
@@ -281,6 +322,7 @@ EXCHANGES = (
     TimedExchange("Ulysses q, k, v, output", ulysses),
     TimedExchange("reduce_scatter fp32, bf16 wire", reduce_scatter_over_wire),
     TimedExchange("all_reduce fp32, bf16 wire", all_reduce_over_wire),
+    TimedExchange("dispatch and combine", dispatch_and_combine, waits=True),
     TimedExchange("hop forward", lambda place, nbytes: hop(place, nbytes, both_ways=False)),
     TimedExchange("hop both ways", lambda place, nbytes: hop(place, nbytes, both_ways=True)),
     TimedExchange("hop forward, strided", lambda place, nbytes: hop(place, nbytes, both_ways=False, is_strided=True)),

@@ -85,7 +85,7 @@ def _measured(exchange: TimedExchange, mib: float, label: str, place: Place, sec
         row["peak"] = {name: _peak(call, mib) for name, call in calls.items()}
         row["matmul"] = {name: _beside(call, place) for name, call in calls.items()}
     yield row
-    if place.capture is not None:
+    if place.capture is not None and not exchange.waits:
         yield _captured(calls, label, place, seconds)
 
 

@@ -40,7 +40,7 @@ def bench(
     budget: Annotated[float, typer.Option(min=1, help="Seconds after which no further exchange begins.")] = 270,
     path: Annotated[Path | None, typer.Option("--json", help="Write the rows there.")] = None,
 ) -> None:
-    """Time every mapping, sum and hop between ranks on this machine, against plain torch, DTensor and bare collectives.
+    """Time every mapping, sum, hop and dispatch between ranks, against plain torch, DTensor and bare collectives.
 
     Values are compared first, forward and backward are timed, and the slowest rank counts. On CPUs the ranks talk over
     Gloo, which copies in the host's memory: those times say nothing about GPUs.

@@ -122,8 +122,8 @@ class Comparison:
         self.stale.append(f"{base}/verdict")
         return self.store.set_once(f"{base}/verdict", verdict)
 
-    def _ends(self, base: str, own: str = "") -> bytes:
-        """Wait for the verdict, and return it; then delete ``own``, the key that this rank has set, if any."""
+    def _ends(self, base: str, rank_key: str = "") -> bytes:
+        """Wait for the verdict, and return it; then delete ``rank_key``, the key that this rank has set, if any."""
         key, awaited = f"{base}/verdict", []
         if self.place:
             # The verdict comes from the parent in the tree, in a report from the first rank. It is no key of that rank.
@@ -134,8 +134,8 @@ class Comparison:
             values = self.store.read([key], stall.pause, abandoned=self._left)
         finally:
             stall.end()
-            if own:
-                self.store.delete(own)
+            if rank_key:
+                self.store.delete(rank_key)
             if not self.place:
                 self.stale.append(key)
         assert values is not None, "a stall ends the wait for a verdict by setting it"
