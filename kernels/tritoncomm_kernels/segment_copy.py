@@ -173,8 +173,9 @@ class SegmentCall:
         if launches is None:
             if len(self._launches) >= _ALIGNMENTS:
                 self._launches.clear()
-            # By position, as in ``_run``, because calls share the cache of plans. False: no scale.
-            launches, self._copied = _plan(*self._layout, key[1], key[0], False, *self._options)
+            has_scale = False
+            # By position, as in ``_run``, because calls share the cache of plans.
+            launches, self._copied = _plan(*self._layout, key[1], key[0], has_scale, *self._options)
             self._launches[key] = launches
         listed, values = _arguments(addresses, wire)
         for launch, _ in launches:

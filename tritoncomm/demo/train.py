@@ -56,7 +56,7 @@ def _train(
     pipeline = Pipeline(model, device) if settings.pipeline > 1 and isinstance(model, Transformer) else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
     losses: list[float] = []
-    record.timing(True)
+    record.timing(on=True)
     record.reset()
     started = time.perf_counter()
     for step, (inputs, targets) in enumerate(batches(settings)):

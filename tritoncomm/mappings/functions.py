@@ -174,7 +174,8 @@ class _ScatterToSequenceParallelRegion(Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         if grad_output.requires_grad:
-            return _GatherFromSequenceParallelRegion.apply(grad_output, ctx.group, False), None  # False: split
+            sums_gradient = False  # its gradient is the same on every rank, and is split
+            return _GatherFromSequenceParallelRegion.apply(grad_output, ctx.group, sums_gradient), None
         name = "scatter_to_sequence_parallel_region.backward"
         return eager.all_gather(grad_output, 0, ctx.group, name), None
 

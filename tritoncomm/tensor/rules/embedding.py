@@ -94,8 +94,8 @@ def _embedding_bag(
         remaining = iter(rest)
         bags, weights = (None if x is None else next(remaining) for x in (offsets, per_sample_weights))
         return F.embedding_bag(
-            tokens, table, bags, None, norm_type, scale_grad_by_freq, mode, False, weights, include_last_offset,
-            padding_idx,
+            tokens, table, bags, max_norm=None, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq, mode=mode,
+            sparse=False, per_sample_weights=weights, include_last_offset=include_last_offset, padding_idx=padding_idx,
         )  # fmt: skip
 
     replicated = {"v", "l", "o"} | ({"b", "h"} if per_sample_weights is not None else set())

@@ -94,7 +94,7 @@ class LabelSums(Strategy):
             shard = {**inputs, **shard}
         with self.step(), Changes() as counted:
             # Models that want a mean of each batch get its count, too, or each rank would divide by its own labels.
-            counted.set_attribute(self._trainer, "model_accepts_loss_kwargs", True)
+            counted.set_attribute(self._trainer, "model_accepts_loss_kwargs", value=True)
             result = compute(_Sharded(self, model, for_model), shard, return_outputs, num_items)
             counted.undo()
             return result
