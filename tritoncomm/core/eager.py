@@ -331,7 +331,7 @@ def all_to_all_single(
             planned = plan.all_to_all_single(x.shape, x.itemsize, world, group.rank(), out_sizes, in_sizes)
     except CommError as error:
         raise located(error, x.shape, name, group) from None
-    if span is None:
+    if span is None:  # only now, as wrong lists are wrong on one rank, too
         return (x, None) if asynchronous else x
     if nodes is not None:
         out = node_exchange.all_to_all(x, planned, nodes, group, span)

@@ -103,14 +103,14 @@ class RowsInFlight:
         self._source, self._version, self._name = source, version_of(source), name
 
     def wait(self) -> list[Tensor]:
-        """Wait for the rows of other ranks, and return ``columns``.
+        """Wait for the rows of other ranks, and return ``columns``: the rows of each tensor that was sent.
 
         Raises:
             ArgumentError: the tensor that is sent has changed in place.
         """
         if self._work is not None:
             self._work.wait()
-            self._work = None  # one that failed fails again
+            self._work = None  # only after a wait that succeeds: a second wait for failed work fails as well
         if self._is_apart:  # the current stream may be another than the stream of the start
             released((self.columns[0], self._wire))
         if self._source is not None and version_of(self._source) != self._version:
@@ -136,11 +136,12 @@ def start_to_ranks(
     buffer = _buffer(tensors[0], num_recv + routes.local, width)
     remote_rows, own_rows_place = buffer.split_with_sizes((num_recv, routes.local))
     remote_index, own_index = routes.tokens.split_with_sizes((num_send, routes.local))
-    copied, own_rows = 0, (own_rows_place, own_index)
-    # Rows of this rank are copied beside the all-to-all. A wait on another stream is ordered behind the all-to-all
-    # alone, so that the copy comes first if the wait is apart.
-    for target, index in [own_rows, (wire, remote_index)] if is_apart else [(wire, remote_index)]:
-        copied += _gather(passes, tensors, index, _views(target, tensors, starts))
+    copied = 0
+    # Rows of this rank are copied beside the all-to-all, but for a wait that is apart: it may run on another stream,
+    # and orders that behind the all-to-all, which has to follow the copy then.
+    if is_apart:
+        copied += _gather(passes, tensors, own_index, _views(own_rows_place, tensors, starts))
+    copied += _gather(passes, tensors, remote_index, _views(wire, tensors, starts))
     work = all_to_all(wire, routes.send_counts, routes.recv_counts, group, name, remote_rows, asynchronous=True).work
     if not is_apart:
         copied += _gather(passes, tensors, own_index, _views(own_rows_place, tensors, starts))

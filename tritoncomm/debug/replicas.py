@@ -148,9 +148,11 @@ def compare_by_layout(parameters: Mapping[str, Any], pg: Any, data_parallel: boo
         raise ArgumentError(f"{name}: no parameter is a ColoTensor; pass the process group as pg")
     by_group: dict[tuple[str, tuple[int, ...]], _ReplicaComparison] = {}
     for key, p in parameters.items():
-        owner, is_sharded = (p.process_group, bool(p.partitions)) if _has_layout(p) else (pg, False)
+        has_layout = _has_layout(p)
+        owner, is_sharded = p.process_group if has_layout else pg, has_layout and bool(p.partitions)
         for label, ranks, group in owner.replica_groups(is_sharded, data_parallel):
-            by_group.setdefault((label, tuple(ranks)), _ReplicaComparison(label, ranks, group, [])).names.append(key)
+            comparison = _ReplicaComparison(label, ranks, group, names=[])
+            by_group.setdefault((label, tuple(ranks)), comparison).names.append(key)
     _compare(list(by_group.values()), parameters, name)
 
 

@@ -161,9 +161,9 @@ class OwnedExchange:
                 caller's own memory, which must not change.
 
         Raises:
-            ArgumentError: ``compute`` has changed that in place.
-            CommError: what ``compute`` has returned, as ``distribute``. The other ranks hear of that, and of an
-                exception of ``compute``, in the same calls.
+            ArgumentError: ``compute`` has changed the caller's memory in place.
+            CommError: ``distribute`` refuses a result of ``compute``. Ranks that own other tensors raise in the same
+                calls, for this as for an exception of ``compute``.
         """
         device, results = next((x.device for x in tensors.values()), torch.device("cpu")), {}
         full = self.collect(tensors)

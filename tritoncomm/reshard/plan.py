@@ -271,9 +271,9 @@ class TransferPlan:
         copied = 0
         for bucket in self.buckets:
             unpacked = bucket.unpacked
-            # Elements that are summed are written once. Which block a piece is of, the first result, does not matter.
-            if self.sums:
-                unpacked = distinct_blocks(*cut_at_edges(*unpacked)[1:])[:3]
+            if self.sums:  # an element whose addends arrive in several blocks is written once
+                _, *pieces = cut_at_edges(*unpacked)
+                unpacked = distinct_blocks(*pieces)[:3]
             for tensor, size, itemsizes in (
                 (bucket.send.tensor, bucket.send.size, before + carried),
                 (bucket.staged.tensor, bucket.staged.size, before + 2 * carried),

@@ -240,7 +240,7 @@ class LinearWithGradAccumulationAndAsyncCommunication:
         if is_ours(input, weight, gtp_remat_size, output_dtype, is_deferred):
             buffers = cls.function.buffers if sequence_parallel else None
             return _Linear.apply(input, weight, bias, allreduce_dgrad, tp_group, buffers)
-        more = later_positionals(cls.later, gtp_remat_size, output_dtype)
+        more = later_positionals(cls.later, gtp_remat_size, output_dtype)  # arguments that later releases added
         return cls.theirs.apply(
             input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, grad_output_buffer,
             wgrad_deferral_limit, tp_group, *more,

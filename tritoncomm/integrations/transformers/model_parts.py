@@ -168,16 +168,18 @@ def _wrong_kinds(config: Any, model: nn.Module, sharded_layers: Collection[nn.Mo
         sharded_layers: recurrent layers that compute over shards; a layer with one of them is right whatever its kind.
     """
     kinds = getattr(config, "layer_types", None) or ()
-    odd = _layer_types(config) - _ATTENTION - _BY_POSITION
+    unknown = _layer_types(config) - _ATTENTION - _BY_POSITION
     right = set(map(id, sharded_layers))
-    for layers in model.modules() if odd and right else ():
-        if isinstance(layers, nn.ModuleList) and len(layers) == len(kinds):
-            holds = [not right.isdisjoint(map(id, layer.modules())) for layer in layers]
-            if any(holds):
-                odd = {kind for kind, is_right in zip(kinds, holds, strict=True) if kind in odd and not is_right}
-    if not odd:
+    if unknown and right:
+        for layers in model.modules():
+            if isinstance(layers, nn.ModuleList) and len(layers) == len(kinds):
+                are_right = [not right.isdisjoint(map(id, layer.modules())) for layer in layers]
+                if any(are_right):  # these are the layers of the config, in its order
+                    wrong = {kind for kind, is_right in zip(kinds, are_right, strict=True) if not is_right}
+                    unknown = unknown & wrong
+    if not unknown:
         return None
-    names = ", ".join(sorted(odd))
+    names = ", ".join(sorted(unknown))
     return f"its layers of the kind {names} are not known to be right over shards of the sequence"
 
 

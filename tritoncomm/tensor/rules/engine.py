@@ -363,11 +363,12 @@ def _wrap_result(
 ) -> Any:
     """Wrap a result as a ColoTensor; the spec of an operand of this layout is reused, to keep its notation."""
     result_parts = tuple((labels.index(label), count) for label, count in parts if label in labels)
-    shape = list(x.shape)
+    shape = list(x.shape)  # global, with the sizes of the sharded dims
     for dim, _ in result_parts:
         shape[dim] = call.result_sizes.get(labels[dim], call.sizes[labels[dim]])
     if result_parts and gather:
-        x, result_parts = redistribute(x, Transition(tuple(shape), result_parts), pg.tp_process_group()), ()
+        x = redistribute(x, Transition(tuple(shape), result_parts), pg.tp_process_group())
+        result_parts = ()
     for each in colo_operands:
         if each.labels == labels and each.tensor.partitions == result_parts:
             return each.tensor._wrap(x, pg, each.tensor.dist_spec, shape)

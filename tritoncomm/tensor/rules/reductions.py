@@ -300,7 +300,7 @@ def _add_rules(smallest: bool) -> None:
     ties = "reduced dim: all-gather of the local maxima; backward: all-reduce of the number of ties"
     indices = "reduced dim: all-gather of the local maxima and indices"
 
-    # In the table of rules the smallest refer to the largest.
+    # The texts of amin, min and argmin in the table of rules refer to those of amax, max and argmax.
     @rule(f"a{extreme}", result="as sum", collectives="as amax" if smallest else ties)
     def describe_values(input: Tensor, dim: Any = (), keepdim: bool = False) -> OperatorCall | None:
         return _compare(input, dim, keepdim, smallest)
