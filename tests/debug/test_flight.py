@@ -47,13 +47,13 @@ def _kept() -> Iterator[None]:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("setting", "value"), [(variables.FLIGHT, (8, "")), (variables.CHECK, True)])
-def test_a_nested_tensor_is_refused_in_the_words_of_the_call(group: ProcessGroup, setting: Any, value: Any) -> None:
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_a_nested_tensor_is_refused_in_the_words_of_the_call(group: ProcessGroup, is_checked: bool) -> None:
     """It has no shape to record, and none to compare, as torch says by an internal error."""
     with warnings.catch_warnings(action="ignore"):  # a prototype, torch says
         x = torch.nested.nested_tensor([T(2, 3), T(4, 3)])
     layout = Layout.on_mesh((8, 8), range(2), [0])
-    with setting.override(value):
+    with p2p.check(is_checked), variables.FLIGHT.override((8, "")):
         for call in (
             lambda: c.all_gather(x, 0, group),
             lambda: c.reduce_scatter(x, 0, group),
