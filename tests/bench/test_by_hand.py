@@ -79,3 +79,22 @@ def test_collectives_of_a_row_are_those_that_run(monkeypatch: pytest.MonkeyPatch
                 started.clear()
                 call()
                 assert len(started) == len(case.collectives(mode)), (case.label, mode, started)
+
+
+def run_experts(group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Two tokens of each expert from every rank, whose values are the expert's number: (x, result, rows of experts)."""
+    ids = torch.tensor([3, 0, 2, 1, 1, 3, 0, 2])[:, None]
+    x, seen = ids.float().expand(-1, 4).contiguous(), []
+
+    def layer(rows: Tensor) -> Tensor:
+        seen.append(rows)
+        return rows * 2
+
+    out = by_hand.experts(x, ids, torch.full(ids.shape, 0.5), 4, layer, group)
+    return x, out, seen[0]
+
+
+def test_rows_by_hand_are_sorted_by_expert(pool: Pool) -> None:
+    for rank, (x, out, rows) in enumerate(pool.run(run_experts, world=2)):
+        assert torch.equal(out, x)
+        assert rows[:, 0].tolist() == [2.0 * rank] * 4 + [2.0 * rank + 1] * 4
