@@ -20,7 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 _dtype_of, _is_meta = attrgetter("dtype"), attrgetter("is_meta")
-_MOST = 2**62
+_LARGEST = 2**62  # of any number here: beyond any memory, and an int64
 PADDING = -1  # index of no tensor: bytes of the wire that a gather sets to zero and a scatter leaves out
 
 
@@ -75,7 +75,7 @@ class Segments:
         rows = [Segment(*(int(n) for n in one)) for one in segments]
         object.__setattr__(self, "dtypes", tuple(dtypes))
         for segment in rows:
-            if not self._first <= segment.tensor < len(self.dtypes) or min(segment[1:]) < 0:
+            if not self._first <= segment.tensor < len(self.dtypes) or min(segment[1:]) < 0 or max(segment) > _LARGEST:
                 raise ValueError(f"segments: {segment} is no segment of {len(self.dtypes)} tensors")
         object.__setattr__(self, "segments", tuple(_canonical(s) for s in rows if s.rows and s.row))
         self._check()
@@ -414,7 +414,7 @@ def _overlap(blocks: Sequence[_Block]) -> tuple[int, int] | None:
             tangle = []
         tangle.append(block)
         end = max(end, start + (rows - 1) * stride + row)
-    if end > _MOST:
+    if end > _LARGEST:
         raise ValueError(f"segments: {end} bytes or elements are more than any memory has")
     return _overlap_of(tangle) if tangle else None
 

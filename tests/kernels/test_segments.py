@@ -219,6 +219,8 @@ def test_a_table_keeps_every_row(seed: int) -> None:
         [(0, 0, 3, 2, 2, 0, 1)],
         [(0, 0, 3, 2, 2, 0, 4), (1, 0, 1, 1, 1, 20)],
         [(0, 0, 3, 2, 2, 0, 4), (1, 0, 2, 3, 3, 8, 4)],
+        # Each number beyond an int64, also one that nothing is multiplied by.
+        *[[(0, *(2**70 if i == wrong else n for i, n in enumerate((0, 1, 1, 1, 0, 0))))] for wrong in range(6)],
     ],
 )
 def test_bad_tables_are_refused(rows: Any) -> None:
