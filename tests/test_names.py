@@ -21,7 +21,7 @@ def test_counts_are_at_their_limits(capsys: pytest.CaptureFixture[str]) -> None:
             "def f() -> tuple[int, str]: ...\ndef g() -> tuple[int, ...]: ...\ndef h() -> tuple[int, int]: ...",
         ),
         ("class names of several meanings", "class Pass: ...\nclass Exchange: ..."),
-        ("most names bound by a function", f"def f({', '.join(f'x{i}' for i in range(40))}):\n    y = 1"),
+        ("most names bound by a function", f"def f({', '.join(f'x{i}' for i in range(39))}):\n    y = 1"),
         ("most names bound by a kernel", f"@triton.jit\ndef f({', '.join(f'x{i}' for i in range(64))}):\n    y = 1"),
     ],
 )

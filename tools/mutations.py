@@ -92,7 +92,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a kernel forgets the stride between ranks", "kernels/tritoncomm_kernels/address.py",
-        "(w.to(tl.int64) * stride_rank + (column - w * run))", "(w.to(tl.int64) * run * outer + (column - w * run))",
+        "(w.to(tl.int64) * stride_rank + k)", "(w.to(tl.int64) * run * outer + k)",
         "tests/kernels/test_kernels.py",
     ),
     Mutation(
@@ -126,8 +126,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a block is written at the place of its box", "tritoncomm/reshard/planner.py",
-        "boxes[1, first:] = low + (theirs.at - theirs.start).T",
-        "boxes[1, first:] = (theirs.at - theirs.start).T + 0 * low",
+        "boxes[1, first:] = low + (target_box.at - target_box.start).T",
+        "boxes[1, first:] = (target_box.at - target_box.start).T + 0 * low",
         "tests/reshard/test_bucket_passes.py",
     ),
     Mutation(
@@ -177,7 +177,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the even call is chosen between nodes", "tritoncomm/core/wire_chunks.py",
-        "nodes.across(of_nodes), nodes.across([own] * nodes.count),", "(), (),", "tests/test_wire_sum.py",
+        "send_counts=nodes.across(of_nodes),", "send_counts=(),", "tests/test_wire_sum.py",
     ),
     Mutation(
         "a query head meets another kv head", "tritoncomm/core/heads.py",

@@ -95,7 +95,7 @@ def _in_rows(
         rows_ptr += columns * VEC + element
     else:
         rows_ptr += (offset + column) * VEC + element
-    if STRIDED and VEC == 1 and column.shape[1] > 1 and _WALKS_DOWN:
+    if STRIDED and VEC == 1 and column.shape[1] > 1 and _WALKS_DOWN:  # the hint keeps lanes along rows, see there
         rows_ptr = tl.max_contiguous(rows_ptr, [1, 2])
     return rows_ptr
 
@@ -150,9 +150,10 @@ def _copy_kernel(
     column, element = column_block * (BLOCK_COLS // VEC) + lane // VEC, lane % VEC
     w = _divide(column, run)
     in_row, in_wire = (o < outer) & (column < row), (o < outer) & (column < cols)
-    # Rank w's block starts ``w * stride_rank`` units into the wire. In a row of it, ``column`` is ``column - w*run``.
-    wire_ptr += (o.to(tl.int64) * run + (w.to(tl.int64) * stride_rank + (column - w * run))) * VEC + element
-    if VEC == 1 and BLOCK_COLS > 1 and _WALKS_DOWN:
+    # Rank w's block starts ``w * stride_rank`` units into the wire, and ``k`` is the column in a row of the block.
+    k = column - w * run
+    wire_ptr += (o.to(tl.int64) * run + (w.to(tl.int64) * stride_rank + k)) * VEC + element
+    if VEC == 1 and BLOCK_COLS > 1 and _WALKS_DOWN:  # the hint keeps lanes along rows, see there
         wire_ptr = tl.max_contiguous(wire_ptr, [1, 2])
     rows_ptr = _in_rows(
         rows_ptr, o, column, element, stride_0, stride_1, stride_2, size_1, size_2, stride_element, VEC, OUTER_DIMS,
@@ -173,7 +174,7 @@ def _wire_order_kernel(
     """Copy one tile of ``rows[o, w*run + k] <-> wire[w, o, k]`` in the order of the wire.
 
     The ``flat`` units of a rank's block follow each other, whatever their row, so that every 32-byte sector of the wire
-    is written whole. A run that ends within a sector shares that sector in the rows, which are read. BLOCK_ROWS is 1.
+    is written whole. In the rows two runs may share a sector, which is then read twice. BLOCK_ROWS is 1.
 
     Example:
         Pack of rows ``[[0, 1, 2, 3, 4, 5], [10, 11, 12, 13, 14, 15]]`` for 2 ranks with BLOCK_COLS 4: ``run`` 3,
@@ -192,7 +193,7 @@ def _wire_order_kernel(
     in_wire = unit < flat
     in_row = in_wire & (column < row)
     wire_ptr += (w.to(tl.int64) * stride_rank + unit) * VEC + element
-    if VEC == 1 and BLOCK_COLS > 1 and _WALKS_DOWN:
+    if VEC == 1 and BLOCK_COLS > 1 and _WALKS_DOWN:  # the hint keeps lanes along rows, see there
         wire_ptr = tl.max_contiguous(wire_ptr, [1, 2])
     rows_ptr = _in_rows(
         rows_ptr, o, column, element, stride_0, stride_1, stride_2, size_1, size_2, stride_element, VEC, OUTER_DIMS,
@@ -255,7 +256,8 @@ def _copy_split_kernel(
         Program 2 (rank 2) writes ``[_, _, _, _, _, _, 4, 5, _, _, 14, 15]``.
     """
     # Sizes as arguments reach the kernel without a copy to the device, so a call with new sizes needs no table.
-    # start_w is the first unit of rank w in a row, and tile_w is its first tile; rank 0 has 0 for both.
+    # start_w is the first unit of rank w in a row, and tile_w is its first tile; rank 0 has 0 for both, so that index i
+    # of both tuples is of rank i + 1.
     starts = (
         start_1, start_2, start_3, start_4, start_5, start_6, start_7, start_8, start_9, start_10, start_11, start_12,
         start_13, start_14, start_15, row,
@@ -267,14 +269,14 @@ def _copy_split_kernel(
     pid = tl.program_id(0)
     row_block = _divide(pid, tiles)
     tile = pid - row_block * tiles
-    first, start, stop = 0 * tile, 0 * tile, 0 * tile + start_1
+    first, start, stop = 0 * tile, 0 * tile, 0 * tile + start_1  # rank 0, as integers of the tile's type
     # The last rank whose first tile is not after this one has it: a rank without units shares its first tile with the
     # next rank.
-    for w in tl.static_range(RANKS - 1):
-        after = tile >= firsts[w]
-        first = tl.where(after, firsts[w], first)
-        start = tl.where(after, starts[w], start)
-        stop = tl.where(after, starts[w + 1], stop)
+    for i in tl.static_range(RANKS - 1):
+        has_begun = tile >= firsts[i]
+        first = tl.where(has_begun, firsts[i], first)
+        start = tl.where(has_begun, starts[i], start)
+        stop = tl.where(has_begun, starts[i + 1], stop)
     _copy_shard(
         rows_ptr, wire_ptr, scale, row_block, tile - first, start, stop, stride_0, stride_1, stride_2, size_1, size_2,
         stride_element, outer, VEC, OUTER_DIMS, STRIDED, UNPACK, WIDE, HAS_SCALE, ACCUMULATE, EVICT_FIRST, BLOCK_ROWS,

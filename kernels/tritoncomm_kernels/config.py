@@ -61,7 +61,7 @@ def config_for(
         unit_bytes: bytes per access; for ``reduce`` the bytes of one element.
         outer: number of rows.
         cols_bytes: bytes of a row, padding on the wire included.
-        tile_bytes: size of the tile, by default 8 KiB, down to 2 KiB for units of 2 bytes and 1 (fewer registers).
+        tile_bytes: size of the tile; by default 8 KiB, and less for narrow units, which take more registers.
         device_name: name of the GPU whose tuned tables count; none by default.
         sm_count: its multiprocessors, 0 if unknown.
         lanes: threads of its warps.
@@ -69,7 +69,7 @@ def config_for(
     Example:
         ``config_for("pack", 16, 4096, 8192)`` is 32 rows of 256 bytes; for one row it is 1 row of 8192 bytes.
     """
-    tuned = _tuned(device_name, sm_count, op, unit_bytes)[0]
+    tuned, _path = _tuned(device_name, sm_count, op, unit_bytes)
     tile, segment, warps = default_candidate(op, unit_bytes, lanes)
     tile = tile_bytes or tuned.get("tile_bytes", tile)
     segment = tuned.get("segment_bytes", segment)
@@ -89,19 +89,22 @@ def tile_for(
 ) -> Config:
     """Return a tile of at most ``tile_bytes``: ``segment_bytes`` of each row, more if the rows are too few to fill it.
 
-    Units as in ``config_for``; ``reduce`` has no rows and uses ``tile_bytes`` unchanged.
+    A segment is what a tile has of one row. Units as in ``config_for``; ``reduce`` has no rows and uses ``tile_bytes``
+    unchanged.
     """
     if op == "reduce":
         return Config(1, tile_bytes, num_warps)
     cols, rows = max(power_of_two(cols_bytes), unit_bytes), power_of_two(outer)
-    # Each row per thread costs an address, so a thread takes at most 16 units of a tile that is not made of several
-    # segments.
-    if cols < segment_bytes or rows * segment_bytes < tile_bytes:
-        tile_bytes = min(tile_bytes, 16 * 32 * num_warps * unit_bytes)
+    threads = 32 * num_warps
+    # Each row per thread costs an address. Where rows are shorter than a segment, or too few to fill a tile with full
+    # segments, a thread takes at most 16 units.
+    has_short_rows, has_few_rows = cols < segment_bytes, rows * segment_bytes < tile_bytes
+    if has_short_rows or has_few_rows:
+        tile_bytes = min(tile_bytes, 16 * threads * unit_bytes)
     block_rows = max(1, min(tile_bytes // min(cols, segment_bytes), rows))
     # Each unit per thread in a row costs an integer division and registers, so a thread takes at most 8 beyond one
     # segment.
-    longest = max(8 * 32 * num_warps * unit_bytes, segment_bytes)
+    longest = max(8 * threads * unit_bytes, segment_bytes)
     return Config(block_rows, max(min(tile_bytes // block_rows, cols, longest), unit_bytes), num_warps, evict_first)
 
 

@@ -113,8 +113,9 @@ def plain_copy(
         return None, 0
     outer, run = math.prod(shape[:-1]), shape[-1] // world
     wire_shape, wire_stride = (world, outer, run), (outer * run, run, 1)
-    # By position, as in ``_run``: a cache takes equal arguments by position and by name for different ones. The last
-    # four are no sizes, no scale, no accumulation, the default tile.
+    # By position, as in ``_run``: a cache takes equal arguments by position and by name for different ones.
+    sizes = config = None
+    scaled = accumulates = False
     launch, nbytes, _ = _plan(
         name,
         device,
@@ -125,10 +126,10 @@ def plain_copy(
         stride,
         wire_shape,
         wire_stride,
-        sizes=None,
-        scaled=False,
-        accumulates=False,
-        config=None,
+        sizes,
+        scaled,
+        accumulates,
+        config,
     )
     return launch, nbytes
 
@@ -183,9 +184,9 @@ def _plan(
     valid = geo.outer * geo.row
     writes = geo.cells if name == "pack" else valid * (2 if accumulates else 1)
     nbytes = valid * ends[0].itemsize + writes * ends[1].itemsize
-    # Rows without elements may have padding on the wire: ``_run`` zeroes it without a kernel.
-    if not valid:
-        return None, geo.cells * wire_dtype.itemsize if name == "pack" else 0, wide
+    if not valid:  # rows without elements may have padding on the wire: ``_run`` zeroes it without a kernel
+        zeroed_bytes = geo.cells * wire_dtype.itemsize if name == "pack" else 0
+        return None, zeroed_bytes, wide
     if len(geo.dims) > 3:
         raise ValueError(f"{name}: rows {tuple(shape)} with strides {stride} have more than three outer dims")
     launch = _launch(
@@ -225,16 +226,17 @@ def _launch(kind: _CopyKind, geo: Geometry, alignment: int, config: Config | Non
         # Split sizes and strided rows make long addresses, for which ``tile_on`` takes fewer rows.
         addresses_are_long = geo.starts is not None or geo.stride_element != 1
         tile = config or tile_on(kind.device, name, unit, geo.outer, longest * unit, addresses_are_long)
-    # A tile's bytes count the larger of the two types, and a tile has at least one unit of each row.
+    # ``tile.block_cols`` is bytes of the larger of the two types. A tile has at least one unit of each row.
     block_cols = max(tile.block_cols // max(types[0].itemsize, types[1].itemsize), vec)
-    bands, step = -(-geo.outer // tile.block_rows), block_cols // vec  # tiles of rows, and units of a row in a tile
+    step = block_cols // vec  # units of a row in a tile
     if in_wire_order:
-        shards, bands = _wire_shards(geo, scaling, step), 1
+        shards = _wire_shards(geo, scaling, step)
     elif starts is None:
         shards = _equal_shards(geo, scaling, longest, step)
     else:
         shards = _given_shards(geo.outer, starts, step)
     kernel, tiles, inner, shard_constants, table = shards
+    bands = 1 if in_wire_order else -(-geo.outer // tile.block_rows)  # tiles from the first row to the last
     # The integers stand in the order of the kernel's signature: those of the walk, then those of the shards.
     numbers, grid = (*_walk(geo, scaling), *inner), bands * tiles
     # The row is checked too: a kernel counts its columns even if the row is no argument.
@@ -329,10 +331,12 @@ def _given_shards(outer: int, starts: Ints, step: int) -> _Shards:
     first = tuple(accumulate((-(-length // step) for length in lengths), initial=0))
     world, row, tiles = len(lengths), starts[-1], first[-1]
     # The first rank is no argument: it starts at unit 0 with tile 0.
-    if world <= BY_VALUE:  # an absent rank starts where the row ends
-        given, begun = (inner[1:-1] + (inner[-1],) * (BY_VALUE - world) for inner in (starts, first))
-        constants = {"RANKS": BY_VALUE if world > BY_VALUE // 2 else BY_VALUE // 2}
-        return _copy_split_kernel, tiles, (outer, row, tiles, *given, *begun), constants, None
+    if world <= BY_VALUE:
+        absent = BY_VALUE - world  # ranks, which start where the row ends; the kernel has arguments for BY_VALUE ranks
+        unit_starts = (*starts[1:-1], *[row] * absent)
+        tile_starts = (*first[1:-1], *[tiles] * absent)
+        constants = {"RANKS": BY_VALUE if world > BY_VALUE // 2 else BY_VALUE // 2}  # that the kernel looks at
+        return _copy_split_kernel, tiles, (outer, row, tiles, *unit_starts, *tile_starts), constants, None
     steps = -(-world // TABLE_RANKS)
     # The kernel counts the ranks whose first tile is at most its own, in full steps: entries without a rank never
     # count.

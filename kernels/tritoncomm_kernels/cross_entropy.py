@@ -165,7 +165,7 @@ def _gradient_kernel(
     if SMOOTHED:
         out -= tl.load(smoothing_ptr + lane, mask=mask, other=0.0)
     out = tl.where(lane == target_col, out - target_weight, out) * upstream
-    out = tl.where(row_weight == 0.0, 0.0, out).to(WIDE)
+    out = tl.where(row_weight == 0.0, 0.0, out).to(WIDE)  # an ignored row is 0 even where its logits are inf or nan
     tl.store(out_ptr + row * cols + lane, narrow(out, out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -241,7 +241,8 @@ def gradient(
             SMOOTHED=smoothing_weights is not None, WIDE=TRITON_TYPE[lse.dtype], HAS_EX2=_HAS_EX2, BLOCK=block,
             num_warps=_WARPS,
         )  # fmt: skip
-    return logits.nbytes + out.nbytes + 4 * lse.nbytes + target_col.nbytes
+    per_row = 4 * lse.nbytes + target_col.nbytes  # lse, target_weight, row_weight and upstream have one dtype
+    return logits.nbytes + out.nbytes + per_row
 
 
 def statistics_tile(dtype: torch.dtype, cols: int, lanes: int) -> tuple[int, int]:

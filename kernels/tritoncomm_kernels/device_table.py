@@ -38,7 +38,10 @@ class Table:
         self._copied: torch.cuda.Event | None = None
 
     def on(self, stream: int) -> Tensor:
-        """Return the tensor for kernels of ``stream``, the current one; a captured caller uses it at once only."""
+        """Return the tensor for kernels of ``stream``, the current one.
+
+        While a graph is captured the tensor is for the next launch alone: nobody else keeps its memory.
+        """
         if self._device < 0:
             assert self._tensor is not None
             return self._tensor

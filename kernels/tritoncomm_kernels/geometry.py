@@ -199,41 +199,44 @@ def listed_rows(
     """Check the tensors of ``sum_rows``, ``scale_rows`` and ``dot_rows``.
 
     Args:
-        rows: ``[count, row]``, that are in the lists.
-        totals: ``[lists, row]``, a row for every list.
+        rows: ``[count, row]``, that are in the lists; read by ``sum_rows``, written by ``scale_rows``.
+        totals: ``[lists, row]``, a row for every list; written by ``sum_rows``, read by ``scale_rows``.
         index: ``[lists, slots]`` by list, or ``[count]`` by row.
         weights: ``[lists, slots]``, every list contiguous; None without weights.
-        slots: tensor with an element for every slot, ``[lists, slots]``: the index or the weights.
+        slots: ``[lists, slots]``, the index or the weights, for its shape alone.
         behind: ``[others, row]``, that are in the lists, too.
     """
-    lists, shape = tuple(slots.shape), rows.shape
-    if len(lists) != 2:
-        raise ValueError(f"{name}: lists must be [lists, slots], not {lists}")
+    list_shape, row_shape = tuple(slots.shape), rows.shape
+    if len(list_shape) != 2:
+        raise ValueError(f"{name}: lists must be [lists, slots], not {list_shape}")
+    num_lists, num_slots = list_shape
     if index.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name}: an index must be int64 or int32, not {index.dtype}")
     if rows.is_neg() or totals.is_neg():
         raise ValueError(f"{name}: a lazy negative view must be resolved first")
-    if not index.is_contiguous() or tuple(index.shape) not in (lists, shape[:1]):
-        raise ValueError(f"{name}: the index must be contiguous for {lists[0]} lists of {lists[1]}, not "
+    if not index.is_contiguous() or tuple(index.shape) not in (list_shape, row_shape[:1]):
+        raise ValueError(f"{name}: the index must be contiguous for {num_lists} lists of {num_slots}, not "
                          f"{tuple(index.shape)} by {index.stride()}")  # fmt: skip
     wide = wide_type(name, rows.dtype, totals.dtype, scaled=True, summed=True)
     assert wide is not None
-    if weights is not None and (weights.dtype is not wide or weights.shape != lists):
-        raise ValueError(f"{name}: weights must be {wide} {list(lists)}, not {weights.dtype} {list(weights.shape)}")
-    if weights is not None and lists[1] > 1 and weights.stride(1) != 1:
+    if weights is not None and (weights.dtype is not wide or weights.shape != list_shape):
+        raise ValueError(
+            f"{name}: weights must be {wide} {list(list_shape)}, not {weights.dtype} {list(weights.shape)}"
+        )
+    if weights is not None and num_slots > 1 and weights.stride(1) != 1:
         raise ValueError(f"{name}: the weights of a list must be contiguous, not strided by {weights.stride()}")
-    if not lists[1]:
+    if not num_slots:
         raise ValueError(f"{name}: lists of no slots")
     for x in (rows, totals, *(() if behind is None else (behind,))):
         has_gaps = x.dim() == 2 and x.stride(1) != 1 and x.shape[1] > 1 and x.shape[0] > 0  # between elements of a row
-        if x.dim() != 2 or x.shape[1] != shape[1] or has_gaps:
+        if x.dim() != 2 or x.shape[1] != row_shape[1] or has_gaps:
             raise ValueError(f"{name}: rows must be contiguous and equally long, not {tuple(rows.shape)} by "
                              f"{rows.stride()} and {tuple(totals.shape)} by {totals.stride()}")  # fmt: skip
     if behind is not None and (behind.dtype is not rows.dtype or behind.is_neg()):
         raise TypeError(f"{name}: rows are of {rows.dtype} and {behind.dtype}, or a lazy view")
-    if totals.shape[0] != lists[0]:
-        raise ValueError(f"{name}: {lists[0]} lists do not fit {tuple(totals.shape)}")
-    return ListedRows(lists=lists[0], slots=lists[1], rows=shape[0], row=shape[1], wide=wide)
+    if totals.shape[0] != num_lists:
+        raise ValueError(f"{name}: {num_lists} lists do not fit {tuple(totals.shape)}")
+    return ListedRows(lists=num_lists, slots=num_slots, rows=row_shape[0], row=row_shape[1], wide=wide)
 
 
 class OwnerSort(NamedTuple):

@@ -106,15 +106,16 @@ def _scan_ids_kernel(
 ):  # fmt: skip
     """Replace the counts of CHUNK buckets by the sums of the blocks before, and write their totals.
 
-    Totals are multiples of ``alignment``. With DISTINCT there are COLUMNS of them: first places, repeated ones, those
-    of no bucket, and 0.
+    Totals are multiples of ``alignment``. With DISTINCT a bucket has COLUMNS of them: distinct ids, repeated ids, ids
+    of no bucket (the same number for every bucket), and 0. ``partial_ptr`` has a row of counts for each block, then a
+    row of repeated ids for each.
 
     Example:
         Counts ``[[1, 1, 0], [2, 0, 5]]`` of two blocks become ``[[0, 0, 0], [1, 1, 5]]``, and the totals are
         ``[3, 1]``; with ``alignment`` 4 ``[4, 4]``.
     """
     c = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    total, others = tl.full([CHUNK], 0, tl.int32), tl.full([CHUNK], 0, tl.int32)
+    total, repeated = tl.full([CHUNK], 0, tl.int32), tl.full([CHUNK], 0, tl.int32)
     wrong = tl.full([ROWS], 0, tl.int32)
     width = (buckets + 1).to(tl.int64)
     for start in range(0, blocks, ROWS):
@@ -125,16 +126,15 @@ def _scan_ids_kernel(
         tl.store(partial_ptr + offset, total[None, :] + tl.associative_scan(x, 0, _sum) - x, mask=mask)
         total += tl.reduce(x, 0, _sum)
         if DISTINCT:
-            others += tl.reduce(tl.load(partial_ptr + blocks * width + offset, mask=mask, other=0), 0, _sum)
+            repeated += tl.reduce(tl.load(partial_ptr + blocks * width + offset, mask=mask, other=0), 0, _sum)
             wrong += tl.load(partial_ptr + r.to(tl.int64) * width + buckets, mask=r < blocks, other=0)
     in_buckets = c < buckets
     if DISTINCT:
         counts_ptr += c * COLUMNS
         tl.store(counts_ptr, total.to(tl.int64), mask=in_buckets)
-        tl.store(counts_ptr + 1, others.to(tl.int64), mask=in_buckets)
-        tl.store(
-            counts_ptr + 2, (tl.reduce(wrong, 0, _sum) + tl.full([CHUNK], 0, tl.int32)).to(tl.int64), mask=in_buckets
-        )
+        tl.store(counts_ptr + 1, repeated.to(tl.int64), mask=in_buckets)
+        all_wrong = tl.reduce(wrong, 0, _sum) + tl.full([CHUNK], 0, tl.int32)  # for every bucket
+        tl.store(counts_ptr + 2, all_wrong.to(tl.int64), mask=in_buckets)
         tl.store(counts_ptr + 3, tl.full([CHUNK], 0, tl.int64), mask=in_buckets)
     else:
         padded = _divide(total + (alignment - 1), alignment) * alignment
@@ -154,8 +154,8 @@ def _place_ids_kernel(
 ):  # fmt: skip
     """Write for each sorted place its token and, without DISTINCT, its id's number; and for each id its place.
 
-    The bucket ``last`` comes behind all others. With DISTINCT the ids of a token are in the order of their buckets, and
-    places that repeat one are behind, with the index -1.
+    The bucket ``last`` comes behind all others. With DISTINCT the slots of a token are in the order of their buckets;
+    behind them are those of its ids that repeat a bucket, with the index -1.
 
     Example:
         Ids ``[[1, 0], [0, 5]]`` of two buckets of ``per`` 1, totals ``[2, 1]``: bucket 0 has ids 1 and 2, bucket 1 has
@@ -169,6 +169,7 @@ def _place_ids_kernel(
     if DISTINCT:
         is_place_i = is_place_i & (tl.reduce(_repeats(key_i, key_j, n_i, n_j, buckets, KP), 1, _sum)[:, None] == 0)
         is_place_j = is_place_j & (tl.reduce(_repeats(key_j, key_i, n_j, n_i, buckets, KP), 0, _sum)[None, :] == 0)
+    # Places before this one: in this block, in buckets before its own, and of its own bucket in blocks before.
     before = tl.reduce(((key_i == key_j) & (n_j < n_i) & is_place_j).to(tl.int32), 1, _sum)[:, None]
     counts_ptr = counts_at.to(tl.pointer_type(tl.int64))
     for start in range(0, buckets, CHUNK):
@@ -183,12 +184,11 @@ def _place_ids_kernel(
     tl.store(lines_at.to(tl.pointer_type(tl.int32)) + target, t, mask=is_place_i)
     if DISTINCT:
         of_token = _token_of(n_j, KP) == t
-        number = tl.reduce((of_token & is_place_j).to(tl.int32), 1, _sum)[:, None]
-        smaller = tl.reduce((of_token & is_place_j & (key_j < key_i)).to(tl.int32), 1, _sum)[:, None]
-        behind = tl.reduce((of_token & (key_j <= buckets) & (is_place_j == 0) & (n_j < n_i)).to(tl.int32), 1, _sum)[
-            :, None
-        ]
-        slot = tl.where(is_place_i, smaller, number + behind)
+        is_repeat_j = (key_j <= buckets) & (is_place_j == 0)
+        num_places = tl.reduce((of_token & is_place_j).to(tl.int32), 1, _sum)[:, None]
+        places_before = tl.reduce((of_token & is_place_j & (key_j < key_i)).to(tl.int32), 1, _sum)[:, None]
+        repeats_before = tl.reduce((of_token & is_repeat_j & (n_j < n_i)).to(tl.int32), 1, _sum)[:, None]
+        slot = tl.where(is_place_i, places_before, num_places + repeats_before)
     else:
         tl.store(pairs_at.to(tl.pointer_type(tl.int32)) + target, t * K + slot, mask=is_place_i)
     index_ptr = index_at.to(tl.pointer_type(tl.int32)) + t.to(tl.int64) * SLOTS + slot
@@ -202,8 +202,8 @@ def sort_by_owner(ids: Tensor, per: int, owner: int, counts: Tensor) -> OwnerSor
 
     Args:
         ids: ``[tokens, k]``, int64 or int32, every token contiguous, k at most 64.
-        counts: ``[owners, 4]``, contiguous, int64, to write: tokens of each owner; further ids of them; and on every
-            line ids of no owner, as two addends.
+        counts: ``[owners, 4]``, contiguous, int64, to write: tokens of each owner, their further ids of that owner, and
+            two numbers whose sum is that of all ids of no owner, the same in every row.
 
     Raises:
         ValueError: k is above 64, tokens are not contiguous, two devices, counts of another shape.
@@ -220,7 +220,8 @@ def sort_by_owner(ids: Tensor, per: int, owner: int, counts: Tensor) -> OwnerSor
     check_ids(name, ids, counts)
     slots = min(ids.shape[1], owners)
     lines, index = ids.new_empty(ids.shape[0] * slots, dtype=torch.int32), _index(ids, slots)
-    _sort(name, (counts, lines, lines, index), ids, (0, per, owners), 1, owner)
+    pairs = lines  # which this sort does not write
+    _sort(name, (counts, pairs, lines, index), ids, (0, per, owners), 1, owner)
     return OwnerSort(lines, index)
 
 
@@ -228,9 +229,10 @@ def sort_by_bucket(ids: Tensor, first: int, buckets: int, number: int, total: in
     """Sort ids stably: bucket b has the id ``first + b``.
 
     Args:
-        ids: ``[tokens, k]``, int64 or int32, every token contiguous, k at most 64; from 0 to ``number - 1``.
+        ids: ``[tokens, k]``, int64 or int32, every token contiguous, k at most 64.
+        number: ids are from 0 to ``number - 1``; torch's path, which has the same signature, needs it.
         total: number of ids that have a bucket; with padding at least as many as the buckets need.
-        alignment: number of which each bucket is a multiple, with padding.
+        alignment: every bucket is padded to a multiple of this number, with -1.
 
     Raises:
         ValueError, TypeError, TooLargeError: as ``sort_by_owner``.
@@ -285,12 +287,13 @@ def _sort(
     # Counts of each block, behind them those of repeated ids.
     partial = ids.new_empty((1 + is_distinct) * blocks * (number + 1), dtype=torch.int32)
     launches = _launches(ids.get_device(), ids.dtype, k, index.shape[1], is_distinct)
-    keys = ids.stride(0) if tokens > 1 else k, tokens, first, per, number
-    launches.count(ids, partial, 1.0, *keys, blocks, grid=blocks)
-    launches.scan(partial, counts, 1.0, number, blocks, alignment, grid=-(-number // _SCANNED))
+    stride = ids.stride(0) if tokens > 1 else k  # of a dim of size 1 a stride may be any number
+    keys, no_scale = (stride, tokens, first, per, number), 1.0  # every launch has a scale
+    launches.count(ids, partial, no_scale, *keys, blocks, grid=blocks)
+    launches.scan(partial, counts, no_scale, number, blocks, alignment, grid=-(-number // _SCANNED))
     # An output without elements has no address, and nothing is written there.
     addresses = [x.data_ptr() or counts.data_ptr() for x in outs]
-    launches.write(ids, partial, 1.0, *addresses, *keys, last, grid=blocks)
+    launches.write(ids, partial, no_scale, *addresses, *keys, last, grid=blocks)
 
 
 class _Launches(NamedTuple):

@@ -130,7 +130,7 @@ class Launch:
         else:
             table_ptr = self.table_for(stream).data_ptr()
             arguments = (first.data_ptr(), second.data_ptr(), table_ptr, scale, *more, *self.tail)
-        if variant.packed:
+        if variant.packed:  # from Triton 3.7 on a launcher takes the arguments as one tuple
             variant.run(grid, 1, 1, stream, *variant.fixed, arguments)
         else:
             variant.run(grid, 1, 1, stream, *variant.fixed, *arguments)
@@ -186,14 +186,16 @@ def _entry(compiled: Any) -> Variant | None:
         return None
     # The C launcher gets no scratch memory from here, so a kernel that needs some goes through ``run``.
     needs = [getattr(run, name, 1) for name in ("global_scratch_size", "profile_scratch_size")]
-    packed = _CALLS_C.get(_source_hash(type(run).__call__))
+    packed = _CALLS_C.get(_source_hash(type(run).__call__))  # None: a launcher that is not known
     if packed is None or needs != [0, 0] or getattr(run, "gsan_enabled", False):
         return Variant(run, (function, metadata, None, None, None), packed=False, compiled=compiled)
     how = (function, run.launch_cooperative_grid, run.launch_pdl)
-    if not packed:  # ..., global scratch, profile scratch, metadata, launch metadata, hooks
-        return Variant(run.launch, (*how, None, None, metadata, None, None, None), packed=False, compiled=compiled)
-    # ..., metadata, launch metadata, hooks, scratch, kinds of the arguments
-    fixed = (*how, metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
+    no_scratch, no_launch_metadata, no_hooks = (None, None), None, (None, None)  # two memories, two hooks
+    if not packed:
+        fixed = (*how, *no_scratch, metadata, no_launch_metadata, *no_hooks)
+        return Variant(run.launch, fixed, packed=False, compiled=compiled)
+    kinds = (run.arg_annotations, run.kernel_signature)
+    fixed = (*how, metadata, no_launch_metadata, *no_hooks, *no_scratch, *kinds)
     return Variant(run.launch, fixed, packed=True, compiled=compiled)
 
 

@@ -19,31 +19,31 @@ __all__ = ["reduce"]
 
 _UNROLLED = 16
 _CHUNK = 8
-_NAMES = ["scale", "stride_rank", "units", "rest", "parts"]
+_NAMES = ["scale", "stride_rank", "units", "tail_elements", "parts"]
 
 
 @triton.jit
 def _total(
-    part_ptr, mask, step, scale, parts, PARTS: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr,
+    part_ptr, mask, step, scale, parts, PARTS: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Return the scaled sum of ``parts`` parts at ``part_ptr``, ``step`` elements apart.
 
-    The first PARTS parts are summed unrolled. With REST the others follow in a loop, in chunks of REST.
+    The first PARTS parts are summed unrolled. With CHUNK the others follow in a loop, in chunks of CHUNK.
 
     Example:
-        Four parts ``[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]``, ``step`` 2, PARTS 2, REST 2, scale 0.5:
+        Four parts ``[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]``, ``step`` 2, PARTS 2, CHUNK 2, scale 0.5:
         ``[8.0, 10.0]``, in one turn of the loop.
     """
     acc = widen(tl.load(part_ptr, mask=mask, other=0), WIDE)
     for w in tl.static_range(1, PARTS):
         acc += widen(tl.load(part_ptr + w * step, mask=mask, other=0), WIDE)
-    if REST > 0:
+    if CHUNK > 0:
         part_ptr += PARTS * step
-        for _ in range((parts - PARTS) // REST):
-            for w in tl.static_range(REST):
+        for _ in range((parts - PARTS) // CHUNK):
+            for w in tl.static_range(CHUNK):
                 acc += widen(tl.load(part_ptr + w * step, mask=mask, other=0), WIDE)
-            part_ptr += REST * step
+            part_ptr += CHUNK * step
     if HAS_SCALE:
         acc = multiply(acc, scale, WIDE)
     return acc
@@ -51,17 +51,17 @@ def _total(
 
 @triton.jit(do_not_specialize=_NAMES)
 def _reduce_kernel(
-    wire_ptr, out_ptr, scale, stride_rank: tl.int32, units: tl.int32, rest: tl.int32, parts: tl.int32,
-    VEC: tl.constexpr, PARTS: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr, HAS_SCALE: tl.constexpr,
+    wire_ptr, out_ptr, scale, stride_rank: tl.int32, units: tl.int32, tail_elements: tl.int32, parts: tl.int32,
+    VEC: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, HAS_SCALE: tl.constexpr,
     TAIL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum one block of ``units`` units of VEC elements; with TAIL program 0 also sums the ``rest`` after the last unit.
+    """Sum one block of ``units`` units of VEC elements; with TAIL program 0 also sums ``tail_elements`` behind them.
 
     A mask by element over the whole block would make every access as narrow as an element.
 
     Example:
         Parts ``[[1.0, 2.0, 3.0, 4.0, 5.0], [10.0, 20.0, 30.0, 40.0, 50.0]]``, 6 elements (``stride_rank`` 3) apart:
-        VEC 2, BLOCK 2, ``units`` 2, ``rest`` 1.
+        VEC 2, BLOCK 2, ``units`` 2, ``tail_elements`` 1.
         Program 0 writes ``[11.0, 22.0, _, _, 55.0]``.
         Program 1 writes ``[_, _, 33.0, 44.0, _]``.
     """
@@ -70,13 +70,13 @@ def _reduce_kernel(
     lane = tl.arange(0, BLOCK)
     unit = pid * (BLOCK // VEC) + lane // VEC
     offset, mask = unit.to(tl.int64) * VEC + lane % VEC, unit < units
-    acc = _total(wire_ptr + offset, mask, step, scale, parts, PARTS, REST, WIDE, HAS_SCALE)
+    acc = _total(wire_ptr + offset, mask, step, scale, parts, PARTS, CHUNK, WIDE, HAS_SCALE)
     tl.store(out_ptr + offset, narrow(acc, out_ptr.dtype.element_ty), mask=mask)
     if TAIL:
         if pid == 0:
             element = tl.arange(0, VEC)
-            tail_offset, tail_mask = units.to(tl.int64) * VEC + element, element < rest
-            tail = _total(wire_ptr + tail_offset, tail_mask, step, scale, parts, PARTS, REST, WIDE, HAS_SCALE)
+            tail_offset, tail_mask = units.to(tl.int64) * VEC + element, element < tail_elements
+            tail = _total(wire_ptr + tail_offset, tail_mask, step, scale, parts, PARTS, CHUNK, WIDE, HAS_SCALE)
             tl.store(out_ptr + tail_offset, narrow(tail, out_ptr.dtype.element_ty), mask=tail_mask)
 
 
@@ -138,17 +138,19 @@ def _plan(
     moved = parts * length * wire_dtype.itemsize + length * out_dtype.itemsize
     small, large = sorted((wire_dtype.itemsize, out_dtype.itemsize))
     aligned = math.gcd(alignment or 16, 16)
-    step = stride[0] if parts > 1 else 0
-    vec = math.gcd(step, 16 // small if aligned == 16 else max(aligned // large, 1))
+    widest = 16 // small if aligned == 16 else max(aligned // large, 1)  # elements of an access
+    step = stride[0] if parts > 1 else 0  # elements from a part to the next, which are whole accesses
+    vec = math.gcd(step, widest)
     tile = config or tile_on(device, "reduce", small, 1, length * small)
     block = max(tile.block_cols // small, vec)
-    units, rest = divmod(length, vec)
-    numbers = (step // vec, units, rest, parts)
+    units, tail_elements = divmod(length, vec)
+    numbers = (step // vec, units, tail_elements, parts)
     fits("reduce", numbers)
+    # Parts that are summed unrolled: all, or as many as leave whole chunks for the loop.
     first = parts if parts <= _UNROLLED else _CHUNK + parts % _CHUNK
     constants = dict(
-        VEC=vec, PARTS=first, REST=0 if parts <= _UNROLLED else _CHUNK, WIDE=TRITON_TYPE[wide], HAS_SCALE=scaled,
-        TAIL=rest > 0, BLOCK=block,
+        VEC=vec, PARTS=first, CHUNK=0 if parts <= _UNROLLED else _CHUNK, WIDE=TRITON_TYPE[wide], HAS_SCALE=scaled,
+        TAIL=tail_elements > 0, BLOCK=block,
     )  # fmt: skip
     grid = max(-(-units * vec // block), 1)
     return (

@@ -76,7 +76,7 @@ def gather_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
 
     Traffic: reads the index and every indexed row once, writes ``out`` once.
     """
-    return _run("gather_rows", (index,), x, out)
+    return _run("gather_rows", index, x, out)
 
 
 def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
@@ -101,19 +101,19 @@ def scatter_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
 
     Traffic: reads the index and ``x`` once, writes every indexed row once.
     """
-    return _run("scatter_rows", (index,), x, out)
+    return _run("scatter_rows", index, x, out)
 
 
-def _run(name: str, indices: tuple[Tensor], x: Tensor, out: Tensor) -> int:
+def _run(name: str, index: Tensor, x: Tensor, out: Tensor) -> int:
     """Launch one call, and return the bytes read plus written; see ``gather_rows``."""
-    (index,) = indices
     check_place(name, x, out, index)
     rows = indexed_rows(name, x, index, out)
     count, size = rows.indices, rows.itemsize
     if count and rows.row:
-        far, near = (x, out) if name == "gather_rows" else (out, x)
+        far, near = (x, out) if name == "gather_rows" else (out, x)  # the index is of rows of ``far``
         # Both strides and the row have to be whole units, as every row starts with one.
-        alignment, row_bytes = (x.data_ptr() | out.data_ptr()) & 15 or 16, rows.row * size
+        alignment = ((x.data_ptr() | out.data_ptr()) & 15) or 16
+        row_bytes = rows.row * size
         stride_far, stride_near = rows.stride_far * size, rows.stride_near * size
         unit = math.gcd(alignment, 16, row_bytes, stride_far, stride_near)
         plan = _plan(name, x.get_device(), unit, row_bytes, power_of_two(count), index.dtype)

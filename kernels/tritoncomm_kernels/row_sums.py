@@ -185,9 +185,9 @@ def _scale_dot_rows_kernel(
     scaled: tl.int64, stride_scaled: tl.int64,
     INDEX: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Write the dot product of one row with the row of its pair's list, and the list's row times the pair's weight.
+    """Write the dot product of row j with the row of its pair's list, and the list's row times the pair's weight.
 
-    The scaled rows start ``scaled`` units after ``rows_ptr``.
+    Program j does row j. The scaled rows start ``scaled`` units after ``rows_ptr``.
 
     Example:
         Lists' rows ``[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]`` with weights ``[[1.0, 10.0], [9.0, 0.5]]`` and rows
@@ -211,7 +211,7 @@ def _scale_dot_rows_kernel(
         x = widen(tl.load(x_ptr + block * LANES, mask=mask & is_pair, other=0), WIDE)
         acc += x * widen(tl.load(y_ptr + block * LANES, mask=mask & is_pair, other=0), WIDE)
         tl.store(scaled_ptr + block * LANES, narrow(x * weight, rows_ptr.dtype.element_ty), mask=mask)
-    if is_pair:
+    if is_pair:  # the sum is a tensor of one element, so the pointer is one, too
         tl.store(out_at.to(tl.pointer_type(WIDE)) + pair + tl.arange(0, 1), _folded(acc, LANES))
 
 
@@ -246,7 +246,7 @@ def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor, behi
     lists = listed_rows("sum_rows", rows=x, totals=out, index=index, weights=weights, slots=index, behind=behind)
     limit, count = lists.rows, lists.lists
     if count and lists.row:
-        addressed = [tensor for tensor in (index, behind, weights) if tensor is not None]
+        addressed = index, index if weights is None else weights  # without weights the second is not read
         _run("sum_rows", addressed, lists, (x, out), (limit, count), weights, behind)
     nbytes = index.numel() * (lists.row * x.itemsize + index.itemsize) + out.nbytes
     return nbytes + (0 if weights is None else weights.nbytes)
@@ -288,8 +288,8 @@ def scale_rows(x: Tensor, pair: Tensor, weights: Tensor, out: Tensor) -> int:
 def dot_rows(x: Tensor, y: Tensor, pair: Tensor, out: Tensor) -> int:
     """Multiply rows with the rows of their lists: ``out[i, s] = x[i] . y[j]``, where ``pair[j] = i*slots + s``.
 
-    Partial sums by the element modulo 1,024 add up their products in ascending order; then neighbours are added, and
-    neighbours of those sums, and so on. A pair that is no place of ``out`` is skipped, and places of no pair stay.
+    Partial sum r of 1,024 adds up the products of elements r, r + 1024, ... in this order; then neighbours are added,
+    and neighbours of those sums, and so on. A pair that is no place of ``out`` is skipped, and places of no pair stay.
 
     Args:
         x: ``[lists, row]``, every row contiguous, any stride between rows.
@@ -309,6 +309,7 @@ def dot_rows(x: Tensor, y: Tensor, pair: Tensor, out: Tensor) -> int:
 
     Traffic: reads pairs, and both rows once for every pair; writes a number for every pair.
     """
+    # Places of products have the shape and the dtype that weights have, and are checked like them.
     lists = listed_rows("dot_rows", rows=y, totals=x, index=pair, weights=out, slots=out)
     if not out.is_contiguous():
         raise ValueError(f"dot_rows: out must be contiguous, not strided by {out.stride()}")
@@ -339,14 +340,15 @@ def scale_dot_rows(x: Tensor, y: Tensor, pair: Tensor, weights: Tensor, scaled: 
     Traffic: reads pairs, weights and both rows once for every pair; writes a row and a number for every pair.
     """
     name = "scale_dot_rows"
+    # Places of products have the shape and the dtype that weights have, and are checked like them.
     lists = listed_rows(name, rows=y, totals=x, index=pair, weights=out, slots=out)
     listed_rows(name, rows=scaled, totals=x, index=pair, weights=weights, slots=weights)
     if not out.is_contiguous() or scaled.dtype is not y.dtype:
         raise ValueError(f"{name}: out must be contiguous, not strided by {out.stride()}, and scaled rows of "
                          f"{y.dtype}, not {scaled.dtype}")  # fmt: skip
     if lists.rows and lists.row and out.numel():
-        _run(name, (pair, out, scaled, weights), lists, (x, y), (out.numel(), lists.rows), weights, scaled)
-    else:
+        _run(name, (pair, out, weights), lists, (x, y), (out.numel(), lists.rows), weights, scaled)
+    else:  # rows without elements, whose products are 0
         scaled.zero_()
         out.view(-1)[pair[(pair >= 0) & (pair < out.numel())].long()] = 0
     row_bytes = lists.row * (x.itemsize + 2 * y.itemsize) + pair.itemsize + out.itemsize + weights.itemsize
@@ -373,36 +375,36 @@ def _run(
     """Launch one call.
 
     Args:
-        addressed: tensors whose addresses are integers for the kernel: the index, and last weights or their place.
+        addressed: tensors whose addresses are integers for the kernel, in its order; the first one is the index.
         tensors: first and second pointer of the kernel.
         limits: number of rows or places that an index may name, and number of lists or rows to write.
         beside: rows that the kernel reaches from the pointer to rows of their dtype.
     """
     first, second = tensors
-    check_place(name, first, second, *addressed)
+    check_place(name, first, second, *addressed, *(() if beside is None else (beside,)))
     limit, count = limits
-    strides, behind = [_row_stride(x, lists.row) for x in tensors], (0, 0)
+    strides = [_row_stride(x, lists.row) for x in tensors]
+    distance = stride_beside = 0  # elements from the rows to those beside them, and from one of these to the next
     if beside is not None:
         rows = first if name == "sum_rows" else second
         distance = (beside.data_ptr() - rows.data_ptr()) // rows.itemsize
-        behind = distance, _row_stride(beside, lists.row)
+        stride_beside = _row_stride(beside, lists.row)
     # A unit divides the length of a row and all distances of rows, so that every row starts with a whole one.
-    unit = math.gcd(_elements_per_access(first, second), lists.row, *strides, *behind)
+    unit = math.gcd(_elements_per_access(first, second), lists.row, *strides, distance, stride_beside)
     types, shape = (first.dtype, second.dtype, lists.wide, addressed[0].dtype), (lists.slots, lists.row, unit)
     plan = _plan(name, first.get_device(), types, shape, power_of_two(count), (weights is not None, beside is not None))
     # A tensor without elements has no address, and nothing is read there.
-    addresses = [x.data_ptr() or addressed[0].data_ptr() for x in (addressed[0], addressed[-1])]
+    addresses = [x.data_ptr() or addressed[0].data_ptr() for x in addressed]
     row, stride_weights = lists.row // unit, 0 if weights is None else weights.stride(0)
-    behind = behind[0] // unit, behind[1] // unit
+    beside_units = distance // unit, stride_beside // unit
     numbers: tuple[int, ...] = (row,)  # the last arguments of each kernel
     if name == "sum_rows":
         total = limit + (0 if beside is None else beside.shape[0])
-        numbers = stride_weights, count, row, plan.blocks, total, *behind
+        numbers = stride_weights, count, row, plan.blocks, total, *beside_units
     elif name == "scale_rows":
         numbers = stride_weights, count, row, plan.blocks
     elif name == "scale_dot_rows":
-        addresses.insert(1, addressed[1].data_ptr())
-        numbers = stride_weights, row, *behind
+        numbers = stride_weights, row, *beside_units
     numbers = *addresses, limit, strides[0] // unit, strides[1] // unit, *numbers
     scale = 1.0  # every launch has one, and these kernels do not read it
     plan.launch(first, second, scale, *numbers, grid=plan.grid(name, count, lists.row))
@@ -432,7 +434,7 @@ def _plan(
     """Prepare calls over about ``count`` rows, a power of two: each number would need an entry of its own.
 
     Args:
-        types: behind the two pointers, of the arithmetic, of the index.
+        types: dtypes of what the two pointers point to, of the arithmetic, and of the index.
         shape: slots of a list, elements of a row, elements of a unit.
         has: whether there are weights, and rows beside the others.
     """
@@ -444,14 +446,15 @@ def _plan(
         rows, cols, warps = 1, row, _DOT_THREADS // lanes_of(device)
     elif name == "sum_rows" and not INTERPRETED:
         # A thread has a load for each slot in flight: eight of 16 bytes suffice for the memory's latency, and take a
-        # third of the registers of a copy's tile.
-        nbytes = max(vec * small, 4) * 4 * lanes_of(device)
-        cols = min(power_of_two(row * small), nbytes)
-        rows, cols, warps = max(min(nbytes // cols, count), 1), max(cols // small, vec), 4
+        # third of the registers of a copy's tile. So a tile has one access of each thread.
+        warps = 4
+        tile_bytes = max(vec * small, 4) * warps * lanes_of(device)
+        row_bytes = min(power_of_two(row * small), tile_bytes)
+        rows, cols = max(min(tile_bytes // row_bytes, count), 1), max(row_bytes // small, vec)
     constants = {
         "INDEX": TRITON_TYPE[index], "SLOTS": slots, "HAS_WEIGHTS": has[0], "HAS_BEHIND": has[1],
         "WIDE": TRITON_TYPE[wide], "VEC": vec, "LANES": lanes, "BLOCK_ROWS": rows, "BLOCK_COLS": cols,
     }  # fmt: skip
-    constants = {name: constants[name] for name in kernel.arg_names if name.isupper()}
+    constants = {each: constants[each] for each in kernel.arg_names if each.isupper()}
     launch = Launch(kernel, device, 1, (pointers[0], pointers[1]), arguments=(), constants=constants, num_warps=warps)
     return RowsPlan(launch, rows, -(-row // cols))

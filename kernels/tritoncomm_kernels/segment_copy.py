@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +40,16 @@ _WARPS = 256 // LANES
 _ALIGNMENTS = 16  # of the addresses that a SegmentCall keeps launches for
 _CAST_UNITS, _SUM_UNITS = 512, 256  # of 16 bytes of the smaller type, or of one element, at a time
 
-_Kind = tuple[torch.dtype, torch.dtype, torch.dtype] | None  # of tensors, in the wire, of the arithmetic; or copies
+
+class _Arithmetic(NamedTuple):
+    """Dtypes of a cast or a sum: of the tensors, in the wire, and of the arithmetic between."""
+
+    rows: torch.dtype
+    wire: torch.dtype
+    wide: torch.dtype
+
+
+_Kind = _Arithmetic | None  # None: bits are copied
 
 
 def gather_segments(tensors: Sequence[Tensor], wire: Tensor, segments: Segments, *, scale: float | None = None) -> int:
@@ -235,18 +244,19 @@ def _plan(
     # Tensors and targets take turns in ``layouts`` and ``alignment``, behind the wire's layout.
     if isinstance(segments, Copies):
         checked, dtypes = checked_copies(name, segments, layouts), dtypes[::2]
-        ends = aligned[::2], aligned[1::2], layouts.devices[0]
+        aligned, aligned_wire = aligned[::2], aligned[1::2]
     else:
         checked = checked_segments(name, segments, layouts, scaled, accumulates, sums)
-        ends = aligned, np.array([wire_align]), layouts.devices[0]
-    call = _Call(name, segments, ends, scaled, accumulates)
+        aligned_wire = np.array([wire_align])
+    call = _Call(name, segments, aligned, aligned_wire, layouts.devices[0], scaled, accumulates)
     # Each pair of dtypes that are cast is a launch of its own. Sums join the launch of their kind, or the copies'.
     copies, added = _by_kind(call, checked, dtypes)
     launches = []
     for kind, rows in copies.items():
         of_sums = kind if kind in added else None
-        if kind is None:  # the launch of the copies takes sums that no launch of casts takes
-            of_sums = next((each for each in added if each not in copies), next(iter(added), None))
+        if kind is None and added:  # the launch of the copies takes sums that no launch of casts takes, or any
+            without_casts = [each for each in added if each not in copies]
+            of_sums = next(iter(without_casts or added))
         launches.append(_launch(call, kind, rows, of_sums, added.pop(of_sums, {})))
     # Sums that joined no launch have one without copies.
     launches += [_launch(call, kind=None, rows=[], of_sums=kind, added=rows) for kind, rows in added.items()]
@@ -258,14 +268,18 @@ class _Call:
     """Common data of all launches of one kind of call.
 
     Attributes:
-        ends: addresses modulo 16 of the tensors and of the wire (or of the targets), and the device.
+        aligned: addresses of the tensors, modulo 16.
+        wire_align: address of the wire, or those of the targets, modulo 16.
+        device: index of the device.
         scaled: whether elements are multiplied by a scale.
         accumulates: whether elements are added to the target's.
     """
 
     name: str
     segments: Segments
-    ends: tuple[Array, Array, int]
+    aligned: Array
+    wire_align: Array
+    device: int
     scaled: bool
     accumulates: bool
 
@@ -286,7 +300,8 @@ def _by_kind(
             if call.name.startswith("gather"):
                 copies.setdefault(None, []).append(segment)
             continue
-        kind = None if wide is None else (dtypes[segment.tensor], call.segments.dtypes[segment.tensor], wide)
+        tensor = segment.tensor
+        kind = None if wide is None else _Arithmetic(dtypes[tensor], call.segments.dtypes[tensor], wide)
         parts = checked.parts.get(i)
         if parts is None:
             copies.setdefault(kind, []).append(segment)
@@ -310,17 +325,21 @@ def _launch(
     # the sums from ``first`` on; kinds that no record has are cut off.
     works = [_work(call, kind, np.array(rows))] if rows else []
     accesses = _accesses(kind, _CAST_UNITS)[: works[0].kinds] if rows else []
-    first, summed = len(accesses), [_work(call, of_sums, np.array(each)) for each in added.values()]
+    first = len(accesses)
+    summed = [_work(call, of_sums, np.array(each)) for each in added.values()]
     if summed:
         accesses += _accesses(of_sums, _SUM_UNITS)[: max(work.kinds for work in summed)]
         works += summed
     # One launch has one table, and the programs of all its works.
-    table, words = joined(works, [0] * bool(rows) + [first] * len(summed))
-    programs, wide = sum(work.programs for work in works), (of_sums or kind or (None,))[-1]
+    widest_kinds = [*([0] if rows else []), *([first] * len(summed))]
+    table, words = joined(works, widest_kinds)
+    programs = sum(work.programs for work in works)
+    arithmetic = of_sums or kind  # casts and sums of one launch have the same
+    wide = None if arithmetic is None else arithmetic.wide
     fits(call.name, (programs,))
     in_rows, in_wire, wides, vec, block = zip(*accesses, strict=True)
     constants = dict(
-        LISTED=call.ends[0].size * (1 + call.is_paired) > BY_VALUE, WIDTHS=len(accesses), SUMS=first, WORDS=words,
+        LISTED=call.aligned.size * (1 + call.is_paired) > BY_VALUE, WIDTHS=len(accesses), SUMS=first, WORDS=words,
         STRIDED=any(work.strided for work in works), SCATTER=call.name.startswith("scatter"),
         PADDED=any(row[0] == PADDING for row in rows), ROWS=tuple(TRITON_TYPE[dtype] for dtype in in_rows),
         WIRE=tuple(TRITON_TYPE[dtype] for dtype in in_wire),
@@ -328,17 +347,17 @@ def _launch(
         HAS_SCALE=call.scaled and wide is not None, ACCUMULATE=call.accumulates and wide is not None, VEC=vec,
         BLOCK=block, PAIRED=call.is_paired,
     )  # fmt: skip
-    types = (torch.int64, torch.int64)
-    return Launch(
+    launch = Launch(
         _segments_kernel,
-        call.ends[2],
+        call.device,
         programs,
-        types,
+        types=(torch.int64, torch.int64),
         arguments=(),
         constants=constants,
         num_warps=_WARPS,
         table=table,
-    ), wide
+    )
+    return launch, wide
 
 
 def _accesses(kind: _Kind, units: int) -> list[tuple[torch.dtype, torch.dtype, torch.dtype | None, int, int]]:
@@ -346,20 +365,21 @@ def _accesses(kind: _Kind, units: int) -> list[tuple[torch.dtype, torch.dtype, t
     if kind is None:
         return [(bits, bits, None, 2 if i == 0 else 1, BLOCKS[i]) for i, bits in enumerate(_BITS)]
     # Casts and sums have two kinds: units of 16 bytes of the smaller type, and single elements.
-    widest = 16 // min(kind[0].itemsize, kind[1].itemsize)
-    return [(*kind, vec, units) for vec in (widest, 1)]
+    widest = 16 // min(kind.rows.itemsize, kind.wire.itemsize)
+    return [(kind.rows, kind.wire, kind.wide, vec, units) for vec in (widest, 1)]
 
 
 def _work(call: _Call, kind: _Kind, rows: Array) -> Work:
     """Return the work of segments of one arithmetic with equally many parts, ``[n, 5 + 2*parts]``."""
-    aligned, wire_align, device = call.ends
     if kind is None:
         itemsizes, rows = None, _in_bytes(rows, call.segments)
     else:
-        itemsizes = (kind[0].itemsize, kind[1].itemsize)
-        _check_aligned(call.name, kind, rows, aligned, wire_align)
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 1
-    return divide(rows, itemsizes, aligned, wire_align, multiprocessors)
+        itemsizes = (kind.rows.itemsize, kind.wire.itemsize)
+        _check_aligned(call, kind, rows)
+    multiprocessors = 1
+    if call.device >= 0:
+        multiprocessors = torch.cuda.get_device_properties(call.device).multi_processor_count
+    return divide(rows, itemsizes, call.aligned, call.wire_align, multiprocessors)
 
 
 def _in_bytes(rows: Array, segments: Segments) -> Array:
@@ -371,8 +391,9 @@ def _in_bytes(rows: Array, segments: Segments) -> Array:
     return scaled
 
 
-def _check_aligned(name: str, kind: tuple[torch.dtype, ...], rows: Array, aligned: Array, wire_align: Array) -> None:
+def _check_aligned(call: _Call, kind: _Arithmetic, rows: Array) -> None:
     """Reject casts of elements at addresses that are not aligned to their type."""
-    wrong = (rows[:, 5::2] + wire_aligned(wire_align, rows[:, 0])) % kind[1].itemsize
-    if bool(wrong.any()) or bool((aligned[rows[:, 0]] % kind[0].itemsize).any()):
-        raise ValueError(f"{name}: {kind[1]} in the wire cannot be cast where bytes are not aligned to it")
+    wrong_in_wire = (rows[:, 5::2] + wire_aligned(call.wire_align, rows[:, 0])) % kind.wire.itemsize
+    wrong_in_rows = call.aligned[rows[:, 0]] % kind.rows.itemsize
+    if bool(wrong_in_wire.any()) or bool(wrong_in_rows.any()):
+        raise ValueError(f"{call.name}: {kind.wire} in the wire cannot be cast where bytes are not aligned to it")

@@ -79,9 +79,10 @@ def _walk(
             r = ((i + skip).to(tl.uint32).to(tl.uint64) * magic.to(tl.uint32).to(tl.uint64)) >> 31
             r = r.to(tl.int32).to(tl.int64)
             offset += r * gap
-            if WORDS > 4:
+            if WORDS > 4:  # the wire has gaps between rows
                 wire_place += r * wire_gap
         in_rows = rows_ptr + (offset * VEC + element)
+        # Without gaps the offset stays an int32, which takes fewer registers.
         in_wire = wire_ptr + ((wire_place if WORDS > 4 else i) * VEC + element)
         if SCATTER:
             x = tl.load(in_wire, mask=mask)
@@ -142,7 +143,7 @@ def _segments_kernel(
         # The words of a record, and the fields in their bits, as the module's table lays them out.
         rows_at, wire_word = tl.load(record_ptr), tl.load(record_ptr + 1)
         size_word, kind_word = tl.load(record_ptr + 2), tl.load(record_ptr + 3)
-        wire_gap, part_list = 0 * size_word, 0 * size_word
+        wire_gap, part_list = 0 * size_word, 0 * size_word  # int64 zeros, where a record has no such words
         if WORDS > 4:
             wire_gap = tl.load(record_ptr + 4)
         if WORDS > 5:
@@ -153,7 +154,8 @@ def _segments_kernel(
         gap, low_bits = kind_word >> 32, kind_word.to(tl.int32)
         kind, is_padding, tensor = low_bits & 7, (low_bits & 8) != 0, (low_bits >> 4) & 0xFFFFFFF
         readable = tl.where(is_padding, 0, units)
-        # Byte offsets become addresses: of the tensor, and of the wire or, of pairs, of the tensor's target.
+        # Byte offsets become addresses: ``rows_at`` in the tensor, ``wire_at`` in the wire. With PAIRED the tensor with
+        # the next index is the target, which is there instead of the wire.
         if PAIRED:
             tensor *= 2
         else:

@@ -140,9 +140,9 @@ def divide(
     """Split segments between a wire and tensors, whose elements all have one size, into records of programs.
 
     Args:
-        rows: int64 ``[n, 5 + 2*parts]``, segments as ``segments.Segment`` has them, none empty, and the last two
-            numbers again for every further part that is added; in bytes if they are copied, so that tensors of any
-            dtypes share a launch.
+        rows: int64 ``[n, 5 + 2*parts]``: tensor, offset, rows, row and stride of a segment, none empty, as
+            ``segments.Segment`` has them; then wire and wire stride of every part that is added, or of the one. In
+            bytes if they are copied, so that tensors of any dtypes share a launch.
         itemsizes: bytes of an element of the tensors and in the wire where there is arithmetic, None for copies.
         rows_align, wire_align: addresses modulo 16 of the tensors; of the wire, ``[1]``, or of every tensor's target.
 
@@ -151,7 +151,8 @@ def divide(
     """
     sides = _Sides(itemsizes is None, *(itemsizes or (1, 1)), rows_align, wire_align)
     records = _with_units(_records(rows), sides)
-    # Half the accesses of an element, read or written: its bytes for a copy, half of them more for each further part.
+    # Bytes that an element moves, read or written, divided by 2: of a copy its size, half of it more for a further
+    # part.
     nbytes = sides.nbytes * (records.wire.shape[1] + 1) // 2
     total = int(records.count.sum()) * nbytes
     share = min(max(-(-total // (multiprocessors * _PROGRAMS)), _LEAST), _MOST)
@@ -188,25 +189,27 @@ def joined(works: Sequence[Work], kinds: Sequence[int]) -> tuple[Array, int]:
     """
     # The table is int64: the first record of every program and the number of all records; the records; the lists of
     # their parts. A record has 4 words, one more where the wire has gaps between rows, and another for sums.
-    starts, records, lists, first = [], [], [], 0
+    starts, records, lists, num_records = [], [], [], 0
     for work, kind in zip(works, kinds, strict=True):
-        starts.append(work.starts[:-1] + first)
-        first += len(work.records)
-        words = work.records.copy()
-        words[:, 3] += kind
-        records.append(words)
-    count = sum(len(one) for one in starts) + 1
+        starts.append(work.starts[:-1] + num_records)
+        num_records += len(work.records)
+        of_launch = work.records.copy()
+        of_launch[:, 3] += kind
+        records.append(of_launch)
     has_parts = any(work.parts.size for work in works)
-    words = 6 if has_parts else 5 if any(bool(one[:, 4].any()) for one in records) else 4
-    at = count + first * words
+    has_gaps = any(bool(one[:, 4].any()) for one in records)
+    words = 6 if has_parts else 5 if has_gaps else 4
+    at = sum(map(len, starts)) + 1 + num_records * words  # where the lists of parts begin
     for work, one in zip(works, records, strict=True):
         added = work.parts.shape[1]
         if added:
-            # Word 5 is the place of the record's list in the table, and the number of its further parts from bit 32 on.
-            one[:, 5] = at + 2 * added * np.arange(len(one)) | added << 32
+            # Word 5 is the place of the record's list in the table, and the number of its further parts, of two words
+            # each, from bit 32 on.
+            place = at + 2 * added * np.arange(len(one))
+            one[:, 5] = place | (added << 32)
             lists.append(work.parts.flatten())
             at += work.parts.size
-    table = np.concatenate([*starts, [first], *(one[:, :words].flatten() for one in records), *lists])
+    table = np.concatenate([*starts, [num_records], *(one[:, :words].flatten() for one in records), *lists])
     return table, words
 
 
@@ -262,11 +265,12 @@ def _unit_of_bytes(records: _Records, sides: _Sides) -> tuple[Array, Array]:
     in_rows, in_parts = sides.addresses(records)
     in_wire = in_parts[:, 0]
     if sides.is_bits:
-        # Both sides reach multiples of the unit together if their distance is a multiple of it.
+        # The widest unit that both sides can have behind a head of single bytes: their distance is a multiple of it.
         unit = _low_bit(in_rows - in_wire)
-        narrow = _low_bit(in_rows | in_wire | records.count)
-        # A record that fits into one block of narrow units is not parted for wider ones.
-        unit = np.where(records.count <= narrow * BLOCKS[-1], np.minimum(narrow, unit), unit)
+        # The widest one of which the whole record is made, without a head. A record that fits into one block of such
+        # units is not parted for wider ones.
+        headless = _low_bit(in_rows | in_wire | records.count)
+        unit = np.where(records.count <= headless * BLOCKS[-1], np.minimum(headless, unit), unit)
         return unit, -in_wire % unit
     # Of casts and sums ``head`` brings the smaller type to a multiple of 16 bytes; wide units need it on all sides.
     small, at = (sides.rows, in_rows) if sides.rows <= sides.wire else (sides.wire, in_wire)
@@ -344,16 +348,18 @@ def _split(records: _Records, sides: _Sides, shares: Array) -> tuple[_Records, A
     # step inside its record ``j``, so that units stay whole and no sector is read twice.
     limits = (shares.cumsum() / shares.sum() * total).round().astype(np.int64)[:-1].clip(max=total)
     j = ends.searchsorted(limits, "right").clip(max=len(ends) - 1)
-    step = (records.unit * (_STEP // sides.nbytes // records.unit).clip(min=1))[j]
-    limits = starts[j] + (limits - starts[j] + step // 2) // step * step
-    limits = np.minimum(limits, ends[j])
-    # ``first`` has the starts of the new records: all old ones, and the limits between them.
-    first = np.sort(np.concatenate([starts, limits[limits < total]]))
-    first = first[np.append(first[1:] > first[:-1], True)]  # np.unique hashes, which takes ten times as long
-    which = ends.searchsorted(first, "right")
-    inside, count = first - starts[which], np.append(first[1:], total) - first
-    program = limits.searchsorted(first, "right")
-    return _part(records.pick(which), sides, inside, count), program
+    units_of_step = (_STEP // sides.nbytes // records.unit).clip(min=1)
+    step = (records.unit * units_of_step)[j]  # elements
+    rounded = starts[j] + (limits - starts[j] + step // 2) // step * step
+    limits = np.minimum(rounded, ends[j])
+    # The new records start where the old ones do, and at the limits between. np.unique hashes, which takes ten times
+    # as long.
+    new_starts = np.sort(np.concatenate([starts, limits[limits < total]]))
+    new_starts = new_starts[np.append(new_starts[1:] > new_starts[:-1], True)]
+    old_record = ends.searchsorted(new_starts, "right")
+    inside, count = new_starts - starts[old_record], np.append(new_starts[1:], total) - new_starts
+    program = limits.searchsorted(new_starts, "right")  # the number of limits up to the record's start
+    return _part(records.pick(old_record), sides, inside, count), program
 
 
 def _summed(program: Array, nbytes: Array, programs: int) -> Array:

@@ -302,7 +302,7 @@ def checked_copies(name: str, copies: Copies, layouts: Layouts) -> CheckedSegmen
     """Check that the table fits tensors and their targets.
 
     Args:
-        layouts: of a tensor and its target in turns, behind that of the wire, which copies do not have: any layout.
+        layouts: of (anything, tensor 0, target 0, tensor 1, target 1, ...), as tables with a wire have the wire first.
     """
     _check_memory(name, layouts)
     sources, targets = layouts.dtypes[1::2], layouts.dtypes[2::2]
@@ -321,7 +321,7 @@ def checked_copies(name: str, copies: Copies, layouts: Layouts) -> CheckedSegmen
 
 
 def _strided(group: Sequence[Segment], itemsize: int) -> Iterator[Strided]:
-    """Yield the copies of segments that differ by their offsets alone, in the order of the table."""
+    """Yield one copy for each run of equally distant segments, of segments that differ by their offsets alone."""
     first = 0
     while first < len(group):
         segment, end, gaps = group[first], first + 1, (0, 0)
@@ -329,7 +329,8 @@ def _strided(group: Sequence[Segment], itemsize: int) -> Iterator[Strided]:
             here, before = group[end], group[end - 1]
             # ``apart`` is the distance to the segment before, in the tensor (elements) and in the wire (bytes).
             apart = here.offset - before.offset, here.wire - before.wire
-            if min(apart) < 0 or apart[1] % itemsize or (end > first + 1 and apart != gaps):
+            is_second = end == first + 1  # which decides the distance of the others
+            if min(apart) < 0 or apart[1] % itemsize or (not is_second and apart != gaps):
                 break
             gaps, end = apart, end + 1
         _, offset, rows, row, stride, wire, step = segment
@@ -404,7 +405,7 @@ _Block = tuple[int, int, int, int]
 
 def _overlap(blocks: Sequence[_Block]) -> tuple[int, int] | None:
     """Return the first range that two rows have in common."""
-    tangle: list[_Block] = []  # blocks of which each begins before those before it end
+    tangle: list[_Block] = []  # blocks whose ranges touch: only those can have a row's bytes in common
     end = 0
     for block in sorted(blocks):
         start, rows, row, stride = block
@@ -425,13 +426,15 @@ def _overlap_of(tangle: Sequence[_Block]) -> tuple[int, int] | None:
         return None
     # Each block's row has to end before the next block starts, and the last one's before the second row of the first.
     first, _, _, period = tangle[0]
-    ends, following = [start + row for start, _, row, _ in tangle], [*(one[0] for one in tangle[1:]), first + period]
-    if all(one[3] == period for one in tangle) and all(map(le, ends, following)):
+    first_ends = [start + row for start, _, row, _ in tangle]
+    next_starts = [*(start for start, *_ in tangle[1:]), first + period]
+    if all(stride == period for *_, stride in tangle) and all(map(le, first_ends, next_starts)):
         return None  # side by side within every period
     start_of, counts, rows, strides = np.array(tangle).T
     # The arrays have one entry per row of all blocks. A row overlaps if one with an earlier start ends behind its own.
     which = np.repeat(np.arange(len(counts)), counts)
-    starts = start_of[which] + strides[which] * (np.arange(len(which)) - (counts.cumsum() - counts)[which])
+    row_in_block = np.arange(len(which)) - (counts.cumsum() - counts)[which]
+    starts = start_of[which] + strides[which] * row_in_block
     order = starts.argsort(kind="stable")
     starts, stops = starts[order], (starts + rows[which])[order]
     before = np.maximum.accumulate(stops[:-1])

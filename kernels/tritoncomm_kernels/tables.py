@@ -146,8 +146,8 @@ def _check_config(place: str, entry: Any, op: str, unit: int) -> None:
         raise TableError(f"damaged: {place}.evict_first is {reprlib.repr(evict_first)}")
     for name, (low, high) in _BOUNDS.items():
         value = entry[name]
-        # Numbers of bytes, which are those with a lower bound above 1, hold at least one unit.
-        if type(value) is not int or not max(low, unit if low > 1 else 1) <= value <= high or value & (value - 1):
+        least = max(low, unit) if name.endswith("_bytes") else low  # they hold at least one unit
+        if type(value) is not int or not least <= value <= high or value & (value - 1):
             raise TableError(f"damaged: {place}.{name} is {reprlib.repr(value)}, no power of two from {low} to {high}")
     if entry["tile_bytes"] > _PER_THREAD * 32 * entry["num_warps"]:
         raise TableError(f"damaged: {place}.tile_bytes is more than {_PER_THREAD} for each of its threads")

@@ -164,11 +164,12 @@ def copy_segments(tensors: Sequence[Tensor], targets: Sequence[Tensor], copies: 
     checked = checked_copies("copy_segments", copies, layouts_of(every[-1], every))
     pairs = []
     with torch.no_grad():
-        for (index, offset, rows, row, stride, at, step), wide in zip(copies.segments, checked.wides, strict=True):
+        for segment, wide in zip(copies.segments, checked.wides, strict=True):
+            index, offset, rows, row, stride, target_byte, target_stride = segment
             source, target = tensors[index], targets[index]
-            first = int(source.storage_offset()) + offset, int(target.storage_offset()) + at // target.itemsize
-            target_rows = target.as_strided((rows, row), (step or row, 1), first[1])
-            x = source.as_strided((rows, row), (stride, 1), first[0])
+            target_start = int(target.storage_offset()) + target_byte // target.itemsize
+            target_rows = target.as_strided((rows, row), (target_stride or row, 1), target_start)
+            x = source.as_strided((rows, row), (stride, 1), int(source.storage_offset()) + offset)
             if wide is None:
                 pairs.append((target_rows, x))
             else:
@@ -191,7 +192,8 @@ def gather_rows(x: Tensor, index: Tensor, out: Tensor) -> int:
         return rows.moved
     x, out = _as_integers(x), _as_integers(out)
     if not x.is_cuda:
-        with suppress(IndexError):  # of an index that is no row: a search for one takes five operators
+        # An index that is no row raises, and is left to what follows: a search for one takes five operators.
+        with suppress(IndexError):
             torch.index_select(x, 0, index, out=out)
             return rows.moved
     is_row = (index >= 0) & (index < rows.limit)
@@ -221,13 +223,13 @@ def sum_rows(x: Tensor, index: Tensor, weights: Tensor | None, out: Tensor, behi
         return sum_rows(torch.cat([x, behind]), index, weights, out)
     for sources, factors, total in _blocks(lists.slots * lists.row, index, weights, out):
         is_row = (sources >= 0) & (sources < lists.rows)
-        places = is_row.view(-1).nonzero().view(-1)  # once: a mask as an index searches them again
+        places = is_row.view(-1).nonzero().view(-1)  # each use of a mask as an index would search them again
         parts = x.index_select(0, sources.view(-1).index_select(0, places)).to(lists.wide)
         if factors is not None:
             parts *= factors.reshape(-1, 1).index_select(0, places)
-        if x.is_cuda:  # where index_add_ adds atomically
+        if x.is_cuda:  # where index_add_ adds atomically, in no order
             wide = torch.segment_reduce(parts, "sum", lengths=is_row.sum(1), axis=0, unsafe=True, initial=0)
-        else:  # in order, a row at a time: a tenth of the time of segment_reduce
+        else:  # index_add_ adds the rows in order here, in a tenth of the time of segment_reduce
             wide = total.zero_() if total.dtype is lists.wide else parts.new_zeros(total.shape)
             wide.index_add_(0, places // lists.slots, parts)
         if wide is not total:
@@ -262,15 +264,17 @@ def dot_rows(x: Tensor, y: Tensor, pair: Tensor, out: Tensor) -> int:
         products = rows.to(lists.wide).mul_(rows_of_y if mask is None else rows_of_y[mask])
         if steps * lanes != lists.row:
             products = torch.nn.functional.pad(products, (0, steps * lanes - lists.row))
-        total, *blocks = (
-            products.view(-1, steps, lanes).unbind(1) if steps else (products.new_zeros(len(products), lanes),)
-        )
+        # As the kernel adds up: partial sums by the element modulo the lanes, then pairs of neighbours.
+        if steps:
+            total, *blocks = products.view(-1, steps, lanes).unbind(1)
+        else:
+            total, blocks = products.new_zeros(len(products), lanes), []
         for block in blocks:
             total += block
         while (half := total.shape[1] // 2) > 0:
             even, odd = total.view(-1, half, 2).unbind(2)
             total = even + odd
-        out.view(-1).index_copy_(0, places.long(), total.view(-1) + 0.0)  # a sum begins with +0
+        out.view(-1).index_copy_(0, places.long(), total.view(-1) + 0.0)  # -0 becomes +0, with which a sum begins
     return lists.rows * (lists.row * (x.itemsize + y.itemsize) + pair.itemsize + out.itemsize)
 
 
@@ -279,7 +283,8 @@ def sort_by_owner(ids: Tensor, per: int, owner: int, counts: Tensor) -> OwnerSor
     check_ids("sort_by_owner", ids, counts)
     (tokens, k), owners = ids.shape, counts.shape[0]
     edges = torch.arange(0, (owners + 1) * per, per, dtype=ids.dtype, device=ids.device)
-    # Keys: 0 for an id of no owner, w + 1 for owner w; owners + 2 more, if an earlier id of the token has that key.
+    # Keys: 0 for an id of no owner, below the first edge or behind the last one; w + 1 for owner w. Then W + 1 for
+    # ``owner``, which comes last; and W + 2 more where an earlier id of the token has that key.
     keys = torch.bucketize(ids.contiguous(), edges, right=True).remainder_(owners + 1).sort(1).values
     before, behind = keys[:, :-1], keys[:, 1:]
     behind.add_(before == behind, alpha=owners + 2)
@@ -288,8 +293,9 @@ def sort_by_owner(ids: Tensor, per: int, owner: int, counts: Tensor) -> OwnerSor
     keys, order = keys.masked_fill(keys == owner + 1, owners + 1).view(-1).sort(stable=True)
     ramp = torch.arange(max(keys.shape[0], 2 * owners + 4), device=keys.device)
     sizes = torch.searchsorted(keys, ramp[: 2 * owners + 4]).diff()
-    wrong, rows, last, again, beside = sizes.split_with_sizes((1, owners, 1, 1, owners))
-    torch.stack([rows, beside, wrong.expand(owners), again.expand(owners)], 1, out=counts)
+    # By key: 0, 1 to W, W + 1, W + 2 (an id of no owner again), and W + 3 to 2 W + 2 (an id of an owner again).
+    wrong, rows, last, wrong_again, rows_again = sizes.split_with_sizes((1, owners, 1, 1, owners))
+    torch.stack([rows, rows_again, wrong.expand(owners), wrong_again.expand(owners)], 1, out=counts)
     counts[owner, :1].copy_(last)
     index = torch.empty_like(order).scatter_(0, order, ramp[: keys.shape[0]]).view(tokens, k)
     if k > owners:
@@ -309,7 +315,9 @@ def sort_by_bucket(ids: Tensor, first: int, buckets: int, number: int, total: in
         pairs, index = order[:total], ids.new_empty(order.shape).scatter_(0, order, places)
     else:
         padded = torch.div(counts + (alignment - 1), alignment, rounding_mode="floor") * alignment
-        shift, in_buckets = padded.cumsum(0) - padded - bounds[:-1], keys < buckets
+        shift = padded.cumsum(0) - padded - bounds[:-1]  # by how much padding moves a bucket's places
+        in_buckets = keys < buckets
+        # Ids of no bucket go to one place behind all others, which is cut off.
         places = torch.where(in_buckets, places + shift[keys.clamp(max=buckets - 1).long()], total)
         index = order.new_empty(order.shape).scatter_(0, order, places)
         pairs, counts = order.new_full((total + 1,), -1).scatter_(0, places, order)[:total], padded
@@ -386,8 +394,10 @@ def gradient(
         grad -= smoothing_weights
     local_weight = torch.where(target_col >= 0, target_weight, 0.0)
     grad.scatter_add_(1, target_col.clamp(min=0).unsqueeze(1), -local_weight.unsqueeze(1))
+    # An ignored row is 0 even where its logits are inf or nan.
     out.copy_(torch.where(row_weight.unsqueeze(1) == 0, 0.0, grad * upstream.unsqueeze(1)))
-    return logits.nbytes + out.nbytes + 4 * lse.nbytes + target_col.nbytes
+    per_row = 4 * lse.nbytes + target_col.nbytes  # lse, target_weight, row_weight and upstream have one dtype
+    return logits.nbytes + out.nbytes + per_row
 
 
 def _checked(
@@ -411,57 +421,58 @@ def _shards(rows: Tensor, wire: Tensor, sizes: tuple[int, ...] | None) -> Iterat
         outer = rows.numel() // row if row else 0
         parts = wire.split([outer * size for size in sizes])
         blocks = [part.view(*lead, size) for part, size in zip(parts, sizes, strict=True)]
-    else:
-        world, _, run = wire.shape
-        if wire.is_contiguous():
-            blocks = wire.view(world, *lead, run)
-        else:
-            blocks = wire.unflatten(1, lead) if lead else wire.squeeze(1)
-        full, rest = divmod(row, run) if run else (world, 0)
-        if full:
-            yield blocks[:full], rows[..., : full * run].unflatten(-1, (full, run)).movedim(-2, 0)
-        if rest:
-            yield blocks[full], rows[..., full * run :]
-            full += 1
-        if full < world:
-            yield blocks[full:], rows[..., :0].expand(world - full, *lead, 0)
+        yield from zip(blocks, rows.split(sizes, -1), strict=True)
         return
-    yield from zip(blocks, rows.split(sizes, -1), strict=True)
+    world, _, run = wire.shape
+    if wire.is_contiguous():
+        blocks = wire.view(world, *lead, run)
+    else:
+        blocks = wire.unflatten(1, lead) if lead else wire.squeeze(1)
+    whole, shorter = divmod(row, run) if run else (world, 0)  # number of whole shards, and elements of a shorter one
+    if whole:
+        yield blocks[:whole], rows[..., : whole * run].unflatten(-1, (whole, run)).movedim(-2, 0)
+    filled = whole
+    if shorter:
+        yield blocks[whole], rows[..., whole * run :]
+        filled += 1
+    if filled < world:
+        yield blocks[filled:], rows[..., :0].expand(world - filled, *lead, 0)
 
 
 def _segment_views(
     tensors: Sequence[Tensor], wire: Tensor, segments: Segments, checked: CheckedSegments
 ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]], list[tuple[Tensor, list[Tensor], torch.dtype]]]:
     """Return padding of the wire; copies as (rows, wire); casts and sums as (rows, parts of the wire, wide type)."""
+    # ``as_strided`` counts from the start of the storage, so a byte of the wire is that many bytes further on.
     start, dtypes = int(wire.storage_offset()) * wire.itemsize, segments.dtypes
     flat = wire.view(-1).view(torch.uint8)
-    # ``as_strided`` counts from the start of the storage: a place there is ``start`` plus a byte of the wire.
     typed = {dtype: _typed(flat, dtype) for dtype in {*dtypes, torch.uint8}}
     offsets = [x.storage_offset() for x in tensors]
     zeros, copies, casts = [], [], []
-    for index, offset, size, strides, at, steps in checked.copies:
+    for index, offset, size, strides, wire_byte, wire_strides in checked.copies:
         dtype = dtypes[index]
-        rows, (place, rest) = (
-            tensors[index].as_strided(size, strides, offsets[index] + offset),
-            divmod(start + at, dtype.itemsize),
-        )
-        if rest:  # elements that start between two addresses of their kind: bytes
-            rows, dtype, place = rows.view(torch.uint8), torch.uint8, start + at
-            steps = (*(step * dtypes[index].itemsize for step in steps[:-1]), 1)
-        copies.append((rows, typed[dtype].as_strided(rows.shape, steps, place)))
-    for i, (index, offset, count, row, stride, at, step) in enumerate(checked.targets):
-        size = (count * row,) if count == 1 else (count, row)
+        rows = tensors[index].as_strided(size, strides, offsets[index] + offset)
+        place, misaligned_bytes = divmod(start + wire_byte, dtype.itemsize)
+        if misaligned_bytes:  # elements that no view of their dtype has: copied as bytes
+            rows, dtype, place = rows.view(torch.uint8), torch.uint8, start + wire_byte
+            wire_strides = (*(stride * dtypes[index].itemsize for stride in wire_strides[:-1]), 1)
+        copies.append((rows, typed[dtype].as_strided(rows.shape, wire_strides, place)))
+    for i, (index, offset, count, row, stride, wire_byte, wire_stride) in enumerate(checked.targets):
+        size = (row,) if count == 1 else (count, row)
         if index == PADDING:
-            zeros.append(_block(typed[torch.uint8], size, step, start + at))
+            zeros.append(_block(typed[torch.uint8], size, wire_stride, start + wire_byte))
             continue
         dtype, wide = dtypes[index], checked.wides[i]
-        if wide is None:
+        if wide is None:  # copied above
             continue
-        rows = tensors[index].as_strided(size, (stride, 1) if len(size) == 2 else (1,), offsets[index] + offset)
-        parts = checked.parts.get(i) or ((at, step),)
-        blocks = [_block(typed[dtype], size, by, start + first) for first, by in parts]
+        strides = (1,) if count == 1 else (stride, 1)
+        rows = tensors[index].as_strided(size, strides, offsets[index] + offset)
+        parts = checked.parts.get(i) or ((wire_byte, wire_stride),)
+        blocks = [_block(typed[dtype], size, part_stride, start + part_byte) for part_byte, part_stride in parts]
         if any(block is None for block in blocks):
-            raise ValueError(f"segments: {dtype} cannot be cast at byte {at} of the wire, which is not aligned to it")
+            raise ValueError(
+                f"segments: {dtype} cannot be cast at byte {wire_byte} of the wire, which is not aligned to it"
+            )
         casts.append((rows, blocks, wide))
     return zeros, copies, casts
 
@@ -506,6 +517,7 @@ def put(
         if scale is not None:
             torch.mul(first.to(wide), checked_scale("scale", scale, wide), out=target)
             return
+        # Without a scale there are others: a copy of one part returned above.
         total = target.copy_(first) if first.dtype is not wide else torch.add(first, others.pop(0), out=target)
     else:
         total = first.to(wide, copy=bool(others))

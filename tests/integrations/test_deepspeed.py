@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 import tritoncomm
 from tritoncomm.core.heads import split_heads
+from tritoncomm.errors import ShapeError
 from tritoncomm.integrations.deepspeed import DistributedAttention, _SeqAllToAll
 
 HEADS = [(8, 8), (8, 4), (8, 2), (6, 6), (6, 3), (5, 5), (12, 6), (14, 7), (8, 1)]
@@ -114,6 +115,26 @@ def test_arguments(group: ProcessGroup) -> None:
     got = layer(*mine, 0, tuple(into_rank))
     want = shard(local(turned(full[0]), turned(full[1]), full[2]), group, 0)
     assert (got - want).abs().max() < 1e-5
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("batch_dim", [0, 1])
+def test_rotary_embeddings_of_another_order(group: ProcessGroup, batch_dim: int) -> None:
+    """As many sequences as positions: an embedding in q's own order would be broadcast along the batch."""
+    seq_dim, size, local = 1 - batch_dim, 4, attention(batch_dim)
+    made = torch.Generator().manual_seed(2)
+    full = [torch.randn(size, size, 2, 8, generator=made) for _ in range(3)]
+    angles = torch.rand(size, 4, generator=made).repeat(1, 2)
+    in_order = angles.view(*(n if dim in (seq_dim, 3) else 1 for dim, n in enumerate((size, size, 1, 8))))
+    cos, sin = in_order.cos(), in_order.sin()
+    turned = [x * cos + torch.cat((-x[..., 4:], x[..., :4]), -1) * sin for x in full[:2]]
+    wanted = shard(local(*turned, full[2]), group, batch_dim)
+    layer, mine = DistributedAttention(local, group), [shard(x, group, batch_dim) for x in full]
+    got = layer(*mine, batch_dim, (cos.transpose(0, 1), sin.transpose(0, 1)))
+    assert (got - wanted).abs().max() < 1e-5
+    for wrong in ((cos, sin), (cos.transpose(0, 1), sin), (cos[..., :3].transpose(0, 1), sin[..., :3].transpose(0, 1))):
+        with pytest.raises(ShapeError, match="rotary_pos_emb"):
+            layer(*mine, batch_dim, wrong)
 
 
 @pytest.mark.ranks(2, 4)

@@ -454,7 +454,7 @@ def _(shown: Shown) -> None:
 
     def run(programs: int) -> Tensor:
         out = shown.out(5, torch.float32)
-        constants = {"VEC": 2, "PARTS": 2, "REST": 0, "WIDE": tl.float32, "HAS_SCALE": False, "TAIL": True, "BLOCK": 2}
+        constants = {"VEC": 2, "PARTS": 2, "CHUNK": 0, "WIDE": tl.float32, "HAS_SCALE": False, "TAIL": True, "BLOCK": 2}
         _launch(_reduce_kernel, programs, wire, out, 1.0, 3, 2, 1, 2, **constants)  # stride_rank, units, rest, parts
         return out
 

@@ -139,7 +139,7 @@ def test_reduce(target: str, parts: int) -> None:
     cols = config_for("reduce", 2, 1, 2**20, lanes=TARGETS[target].warp_size).block_cols
     unrolled = parts <= 16
     constants = {
-        "VEC": 8, "PARTS": parts if unrolled else 8, "REST": 0 if unrolled else 8, "WIDE": tl.float32,
+        "VEC": 8, "PARTS": parts if unrolled else 8, "CHUNK": 0 if unrolled else 8, "WIDE": tl.float32,
         "HAS_SCALE": False, "TAIL": False, "BLOCK": cols // torch.bfloat16.itemsize,
     }  # fmt: skip
     pointers = {"wire_ptr": "*bf16", "out_ptr": "*bf16", "scale": "fp32"}

@@ -39,8 +39,9 @@ def agree(
 ) -> bool | None:
     """Compare a digest over all ranks of a group, and raise on every rank if they differ or a rank has an error.
 
-    Returns whether a rank lacks values, on every rank. None if one of them has no digest or guessed another: then all
-    have the same names, and tell each other what they know.
+    Returns on every rank the same of three: False if no rank lacks values and all agree; True if some lack values, but
+    guessed what the others have; None if a guess was wrong or impossible. After None the ranks exchange what they know,
+    which they can, because all have the same names.
 
     Args:
         digest: 16-byte hash of all values that have to be equal; None on a rank that cannot guess what it lacks.
@@ -62,13 +63,16 @@ def agree(
     if error is not None:
         own = [_REFUSED, 0, 0, 0]
     else:
-        known = digest or bytes(16)
-        hashed = hashlib.blake2b("\0".join(names).encode(), digest_size=8).digest()
-        parts_of_8 = [int.from_bytes(part, "little", signed=True) for part in (known[:8], known[8:], hashed)]
-        own = [_KNOWS if not lacks else _TOLD if is_told else _LACKS, *parts_of_8]
+        state = _KNOWS
+        if lacks:
+            state = _TOLD if is_told else _LACKS
+        sent_digest = digest or bytes(16)
+        names_hash = hashlib.blake2b("\0".join(names).encode(), digest_size=8).digest()
+        words = (sent_digest[:8], sent_digest[8:], names_hash)
+        own = [state, *(int.from_bytes(word, "little", signed=True) for word in words)]
     try:
         rows = _gathered(torch.tensor(own, device="cpu"), group, name)
-        # A row is one of the four numbers above, the digest in two, and the hash of the names.
+        # A row is [state, first half of the digest, second half, hash of the names].
         states = {state for state, *_ in rows}
         if digest is not None and _REFUSED not in states and all(row[1:3] == own[1:3] for row in rows):
             return _LACKS in states or _TOLD in states
@@ -116,7 +120,7 @@ def _gathered_texts(own: Mapping[str, object], group: ProcessGroup, name: str) -
 def _hidden_difference(
     names: Sequence[str], parts_of: Callable[[str], list[str]] | None, group: ProcessGroup, name: str, things: str
 ) -> str:
-    """Tell of the first part of a value that ranks have in different forms, where their values print alike.
+    """Find the first part in which ranks' values differ, where the short descriptions of all ranks are equal.
 
     All ranks call, with the same names.
     """

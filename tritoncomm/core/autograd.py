@@ -73,7 +73,9 @@ TODO: delete when ProcessGroupGloo can be destroyed from its own threads (torch 
 
 def direct(cls: Any) -> Any:
     """Decorate an autograd function for a fast ``apply``; its forward stores ``ctx.group``, a weak reference."""
-    # A node calls backward without the Python method between, so forwards are called by position, with ctx first.
+    # The node's ``apply`` is a Python method that looks ``backward`` up and calls it; with ``backward`` itself in its
+    # place, bound to the node, which is its ctx, each backward saves that call. Forwards are called by position, ctx
+    # first.
     cls._backward_cls.apply, cls._backward_cls.group = cls.backward, _weak_group
     # From torch 2.15 on the ordinary apply is the C++ entry, and it stays.
     if not hasattr(_base.apply, "__func__"):

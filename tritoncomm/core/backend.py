@@ -314,14 +314,14 @@ def _run(
 
     Args:
         what: collective in words, for errors.
-        buffers: tensors that the work uses; ``call`` may fill a list.
+        buffers: tensors that the work uses; may be a list that ``call`` fills.
     """
     try:
         work = call(*arguments)
         if work is None:  # the backend has synchronised by itself
             return None
         if asynchronous:
-            return _Pending(work, what, group, name, *buffers)
+            return _Pending(work, what, group, name, *buffers)  # unpacked behind ``call``, which may have filled it
         work.wait()
     except RuntimeError as error:
         raise_for(error, _failure(error, what, members.get(group), name))
@@ -372,7 +372,7 @@ def all_to_all(
     """
     if x.dtype in special:
         out, x = carrier(out), carrier(x)
-    arguments = out, x, out_rows, in_rows if out_rows else (), _exchange_options[asynchronous]
+    arguments = out, x, out_rows, in_rows, _exchange_options[asynchronous]
     return _run(getattr(group, _ALL_TO_ALL), arguments, "all-to-all", group, name, asynchronous, (out, x))
 
 
@@ -384,7 +384,7 @@ def send_and_receive(
     Args:
         sends, receives: (rank in the group, tensor) of every message.
     """
-    # Receives first: as a rank of two disjoint sets sends or receives alone, no order of these can block.
+    # Receives first. Ranks either only send or only receive where this is called, so that no order can deadlock.
     transfers = [Transfer(peer, x, is_send=False) for peer, x in receives]
     transfers += [Transfer(peer, x, is_send=True) for peer, x in sends]
     tensors = [transfer.tensor for transfer in transfers]
@@ -447,9 +447,8 @@ def all_gather_list(parts: list[Tensor], x: Tensor, group: ProcessGroup, name: s
         """Start the all-gather, which fills this rank's part by a copy."""
         if x.is_meta:  # programs propagate shapes through all collectives
             return group.allgather([parts], [x], _gather_options[asynchronous])
-        # Every part that is not empty is a broadcast, as torch's own all-gather into a list is no alternative. Gloo
-        # wants equal sizes. nccl2 takes two empty parts, which have one address, for one buffer, and gathers equal
-        # sizes.
+        # Every part that is not empty is a broadcast, as torch's own all-gather into a list fails: Gloo refuses uneven
+        # sizes, and nccl2, which compares addresses, takes two empty parts for one buffer and gathers equal sizes.
         parts[group.rank()].copy_(x)
         return _rooted(group.broadcast, dist.BroadcastOptions, parts, group)
 
@@ -473,9 +472,10 @@ def reduce_scatter_list(
         rank = group.rank()
         out.copy_(parts[rank])
         # NCCL writes on the root only. Gloo adds up in the memory of every rank, and parts may be views of an input.
-        reads = is_nccl(backend_name(group, out))
+        keeps_inputs = is_nccl(backend_name(group, out))
         # In place, because ``_run`` has the list: the work in flight uses these tensors.
-        buffers[:] = [out if w == rank else part if reads else part.clone() for w, part in enumerate(parts)]
+        buffers[:] = [part if keeps_inputs else part.clone() for part in parts]
+        buffers[rank] = out
         return _rooted(group.reduce, dist.ReduceOptions, [x.detach() for x in buffers], group, op)
 
     return _run(start, (), "reduce-scatter", group, name, asynchronous, buffers)

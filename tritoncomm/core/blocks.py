@@ -122,36 +122,43 @@ class Blocks(NamedTuple):
         columns = np.arange(count)
         # Merged dims, called levels, from the innermost out: extent, and strides in the tensor and in the wire. Level 0
         # is contiguous on both sides; ``top`` is a block's outermost level.
-        extent, step, gap = np.ones((3, dims + 2, count), np.int64)
+        extent, tensor_step, wire_step = np.ones((3, dims + 2, count), np.int64)
         top = np.zeros(count, np.int64)
-        for length, by, by_wire in zip(self.size[::-1], self.stride[::-1], self.wire_stride[::-1], strict=True):
+        for length, stride, wire_stride in zip(self.size[::-1], self.stride[::-1], self.wire_stride[::-1], strict=True):
             inner = extent[top, columns]
-            walks = (by == inner * step[top, columns]) & (by_wire == inner * gap[top, columns])
+            walks = (stride == inner * tensor_step[top, columns]) & (wire_stride == inner * wire_step[top, columns])
             joins = (length == 1) | walks
             extent[top, columns] *= np.where(joins, length, 1)
             opens = np.nonzero(~joins)[0]
             top[opens] += 1
-            extent[top[opens], opens], step[top[opens], opens] = length[opens], by[opens]
-            gap[top[opens], opens] = by_wire[opens]
+            outermost = top[opens], opens
+            extent[outermost], tensor_step[outermost] = length[opens], stride[opens]
+            wire_step[outermost] = wire_stride[opens]
         # The longest level but 0 becomes the rows of the segments, in place 1; each index of the others gets a segment.
         longest = 1 + extent[1:].argmax(0)
         level = np.arange(dims + 2)[:, None]
+        # Place 1 takes level ``longest``, and the levels below that one, 1 to ``longest - 1``, move up by one.
         order = np.where(level == 1, longest, np.where((level > 1) & (level <= longest), level - 1, level))
-        extent, step, gap = (np.take_along_axis(each, order, 0) for each in (extent, step, gap))
+        extent, tensor_step, wire_step = (
+            np.take_along_axis(each, order, 0) for each in (extent, tensor_step, wire_step)
+        )
         outer = np.where((self.size == 0).any(0), 0, extent[2:].prod(0))
         if most is not None and outer.sum() > most:
             return None
+        # One segment for each index of the outer levels: its block, and that index, whose digits are those of the
+        # levels.
         block = np.repeat(columns, outer)
         index = np.arange(len(block)) - np.repeat(np.cumsum(outer) - outer, outer)
         offset, in_wire = self.offset[block], np.zeros_like(block)
         for each in range(2, dims + 2):
             index, digit = np.divmod(index, extent[each, block])
-            offset = offset + digit * step[each, block]
-            in_wire += digit * gap[each, block]
+            offset = offset + digit * tensor_step[each, block]
+            in_wire += digit * wire_step[each, block]
         rows, row = extent[1, block], extent[0, block]
         wire = self.wire[block] + in_wire * itemsize[block]
-        stride, wire_stride = (np.where(rows == 1, 0, each[1, block]) for each in (step, gap))
-        fields = (self.tensor[block], offset, rows, row, stride, wire, np.where(wire_stride == row, 0, wire_stride))
+        row_stride, row_wire_stride = (np.where(rows == 1, 0, each[1, block]) for each in (tensor_step, wire_step))
+        row_wire_stride = np.where(row_wire_stride == row, 0, row_wire_stride)  # as ``Segment`` has it
+        fields = (self.tensor[block], offset, rows, row, row_stride, wire, row_wire_stride)
         return list(map(Segment, *(field.tolist() for field in fields)))
 
 
@@ -187,6 +194,8 @@ def check_cover(blocks: Sequence[Block], elements: int, itemsize: int, limit: in
     start, length, owner = map(np.concatenate, (starts, lengths, owners))
     order = np.argsort(start, kind="stable")
     begins, ends, owner = start[order], (start + length)[order], owner[order]
+    # Runs in order of their bytes: the first begins at 0, each one where the one before ends, and the last ends at
+    # total.
     total, expected = elements * itemsize, np.concatenate([[0], ends])
     wrong = np.nonzero(np.concatenate([begins, [total]]) != expected)[0]
     if not len(wrong):

@@ -14,6 +14,9 @@ from tritoncomm.record import Span, hooks
 
 __all__ = ["compare_arguments", "enter", "world_of_one"]
 
+# From an observer's ``begin`` up to the line of the program, for the flight record: begin, enter, its caller, the
+# public function, the program. So ``enter`` is called by a function that a public function has called.
+_FRAMES_TO_PROGRAM = 4
 _SHOWN = 160  # characters of an argument in an error
 _PLAIN = (int, float, str, tuple, type(None))
 
@@ -32,9 +35,7 @@ def enter(
     if world == 1:
         return None
     if hooks.observer is not None:  # not by ``hooks.begin``: one more call would take 0.1 us
-        # The flight record searches the program's line from three frames above this one on, which are 4 from ``begin``.
-        # So the caller is a function that a public function has called.
-        hooks.observer.begin(name, kind, group, x, arguments, 4)
+        hooks.observer.begin(name, kind, group, x, arguments, _FRAMES_TO_PROGRAM)
     span = Span(name, world)
     if isinstance(x, Tensor):
         check_input(x, name)

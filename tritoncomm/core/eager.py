@@ -94,7 +94,7 @@ def all_gather(
         work = backend.all_gather(wire, x, group, name, asynchronous)
     if unpack is None:
         out = wire
-        if planned.padded:  # what stands before the padding, and no view of it: see ``all_to_all``
+        if planned.padded:  # what stands before the padding; not a view for autograd, as a result may be written
             out = torch.ops.aten._unsafe_view(wire.narrow(0, 0, math.prod(planned.shape)), planned.shape)
         span.end("torch" if copied else "view", copied, planned.bytes_sent)
         return (out, Handle(work, out, x, wire)) if asynchronous else out
@@ -121,15 +121,17 @@ def plan_gather(
     """Plan ``all_gather``; an even plan is that of any rank."""
     planned = plan.all_gather(shape, dtype.itemsize, dim, world, rank, sizes, pads=True)
     if planned.padded:
-        wire = (world * math.prod(plan.resized(shape, dim, planned.padded)),)
+        wire_shape = (world * math.prod(plan.resized(shape, dim, planned.padded)),)
         unpack = None if planned.in_order else padded_pass(planned.shape, dtype, dim, planned.recv_sizes)
-        return _Gather(planned, unpack, wire)
+        return _Gather(planned, unpack, wire_shape)
     if planned.in_order:
         return _Gather(planned, unpack=None, wire=planned.shape)
     unpack = ops.split_pass(planned.shape, dim, world, sizes)
-    # Gloo wants the ranks in dim 0.
-    wire = (math.prod(planned.shape),) if sizes is not None else plan.resized(shape, 0, world * shape[0])
-    return _Gather(planned, unpack, wire)
+    if sizes is None:
+        wire_shape = plan.resized(shape, 0, world * shape[0])  # Gloo wants the ranks in dim 0
+    else:
+        wire_shape = (math.prod(planned.shape),)
+    return _Gather(planned, unpack, wire_shape)
 
 
 @lru_cache(maxsize=256)
@@ -166,7 +168,8 @@ def reduce_scatter(
     span = enter(name, "reduce_scatter", group, x, (dim, sizes, op))
     if span is None and sizes is None:
         return (x, None) if asynchronous else x
-    if op is not _SUM and span is not None:
+    is_special = x.dtype in backend.not_summed
+    if (is_special or op is not _SUM) and span is not None:
         backend.check_op(op, x, group, name)
     world = world_of_one(x, name) if span is None else span.world
     try:
@@ -176,11 +179,8 @@ def reduce_scatter(
             planned = plan.reduce_scatter(x.shape, x.itemsize, dim, world, group.rank(), sizes)
     except CommError as error:
         raise located(error, x.shape, name, group) from None
-    if span is None:
+    if span is None:  # only now, as a wrong list is wrong on one rank, too
         return (x, None) if asynchronous else x
-    is_special = x.dtype in backend.not_summed
-    if is_special:
-        backend.check_op(op, x, group, name)
     if planned.in_order and sizes is None:
         wire, copied = ops.contiguous(x)
         path = "torch" if copied else "view"
@@ -245,7 +245,7 @@ def all_reduce(
     size, is_special = x.nbytes, x.dtype in backend.not_summed or op is not _SUM
     if is_special:
         backend.check_op(op, x, group, name)
-    if is_special or x.is_neg():  # all complex dtypes, whose conjugates are lazy too, are special
+    if is_special or x.is_neg():  # a tensor with lazy bits: only complex ones, all in ``not_summed``, may be conjugate
         in_place = in_place and not ops.has_lazy((x,))  # the backend would write to a copy of it
         x = ops.resolved(x)
     if not x.is_contiguous():
@@ -402,18 +402,24 @@ def plan_exchange(
     scatter_sizes: Ints | None = None,
     gather_sizes: Ints | None = None,
 ) -> Exchange:
-    """Plan ``all_to_all`` of a tensor of this shape and stride; ``target`` is the shape of a result in order."""
+    """Plan ``all_to_all`` of a tensor of this shape and stride.
+
+    Args:
+        target: shape of the result, of as many elements, where the wire needs no unpack and so any shape will do.
+    """
     planned = plan.all_to_all(shape, itemsize, scatter_dim, gather_dim, world, rank, scatter_sizes, gather_sizes)
-    unpack = None
+    unpack, result_shape = None, planned.shape
     if not planned.in_order:
         unpack = ops.split_pass(planned.shape, gather_dim, world, planned.recv_sizes or None)
+    elif target is not None:
+        result_shape = target
     return Exchange(
         ops.split_pass(shape, scatter_dim, world, planned.send_sizes or None, stride),
         unpack,
         planned.send_counts,
         planned.recv_counts,
         planned.bytes_sent,
-        shapes=(planned.shape if target is None or unpack is not None else target,),
+        shapes=(result_shape,),
     )
 
 

@@ -55,14 +55,14 @@ def all_to_all(
     """
     if shape is None and group.size() == 1:
         return StartedExchange(wire, work=None, send_wire=wire)
-    is_of_rows = recv_wire is None and shape is None
+    is_given = recv_wire is not None or shape is not None
     if recv_wire is None:
         if shape is None:
             shape = (sum(recv_counts), *wire.shape[1:]) if recv_counts else wire.shape
         # Strides are cached by shape. They do not depend on the number of rows, which may be new in every call.
         recv_wire = empty(wire, shape, contiguous_stride((1, *shape[1:])), wire.dtype)
-    target = recv_wire  # the backend counts rows of dim 0, and takes equal ones of two tensors of one shape
-    if not is_of_rows:
+    target = recv_wire
+    if is_given:  # by counts the backend wants tensors of as many dims, without counts of one shape
         if not send_counts and recv_wire.shape != wire.shape:
             target = recv_wire.view(wire.shape)
         elif recv_wire.dim() != wire.dim():

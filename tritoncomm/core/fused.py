@@ -82,18 +82,24 @@ def _blocks(
     if rest:
         at = (full * total + shard.start) * itemsize
         yield Block(tensor, resized(shape, dim, rest), stride, full * step * stride[dim], at, inner)
-        # Each row of a shorter shard is padded. Sizes and strides of padding are bytes.
-        tail = math.prod(shape[dim + 1 :])
-        row, shorter = step * tail * itemsize, rest * tail * itemsize
-        yield Block(PADDING, (run * itemsize // row if row else 0, row - shorter), (0, 1), 0, at + shorter, (row, 1))
+        # Each row of a shorter shard is padded. Sizes and strides of padding are bytes, and it has none in a tensor.
+        tail_bytes = math.prod(shape[dim + 1 :]) * itemsize
+        row_bytes, kept_bytes = step * tail_bytes, rest * tail_bytes
+        num_rows = run * itemsize // row_bytes if row_bytes else 0
+        yield _padding((num_rows, row_bytes - kept_bytes), at + kept_bytes, row_bytes)
     empty = world - full - bool(rest)
     at = ((world - empty) * total + shard.start) * itemsize
-    yield Block(PADDING, (empty, run * itemsize), (0, 1), 0, at, (total * itemsize, 1))
+    yield _padding((empty, run * itemsize), at, total * itemsize)
+
+
+def _padding(size: Ints, wire: int, wire_step: int) -> Block:
+    """Return rows of zeros in the wire, ``wire_step`` bytes from one to the next."""
+    return Block(PADDING, size, (0, 1), 0, wire, (wire_step, 1))
 
 
 def _joined(block: Block) -> Block:
     """Merge the dims of a block behind its first one, where one stride walks two of them on both sides."""
-    size, stride, wire_stride = [1], [1], [1]
+    size, stride, wire_stride = [1], [1], [1]  # a dim of 1 that the first longer one replaces
     for length, step, wire_step in zip(block.size[:0:-1], block.stride[:0:-1], block.wire_stride[:0:-1], strict=True):
         if length == 1:
             continue

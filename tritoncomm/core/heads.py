@@ -178,19 +178,18 @@ def _by_heads(
     tokens, start, copies = first_dim * second_dim, 0, []
     counts = [tokens * sum(share.sizes[w] * shape[3] for share, shape in zip(shares, shapes, strict=True))
               for w in range(world)]  # fmt: skip
-    for rank, ranks, steps in _runs(shares, world):  # the first rank of a run, and their number
-        # ``block`` is the elements of one rank's block, ``width`` the elements of a token in it. ``column`` is the
-        # element of a token where a tensor's heads begin.
-        block, column = counts[rank], 0
-        width = block // tokens if tokens else 0
+    for rank, num_ranks, steps in _runs(shares, world):  # runs of ranks that share one copy, by their first rank
+        block_elements, column = counts[rank], 0
+        token_elements = block_elements // tokens if tokens else 0
         for i, (share, shape, stride) in enumerate(zip(shares, shapes, strides, strict=True)):
+            # Dims: rank, the two of tokens, head, head_dim.
             heads, head_dim = share.sizes[rank], shape[3]
-            size = ranks, first_dim, second_dim, heads, head_dim
-            wire_stride = block, second_dim * width, width, head_dim, 1
-            offset, wire = share.starts[rank] * stride[2], (start + column) * itemsize
-            copies.append(_flat(Block(i, size, (steps[i] * stride[2], *stride), offset, wire, wire_stride)))
+            size, tensor_stride = (num_ranks, first_dim, second_dim, heads, head_dim), (steps[i] * stride[2], *stride)
+            wire_stride = block_elements, second_dim * token_elements, token_elements, head_dim, 1
+            offset, at = share.starts[rank] * stride[2], (start + column) * itemsize
+            copies.append(_flat(Block(i, size, tensor_stride, offset, at, wire_stride)))
             column += heads * head_dim
-        start += ranks * block
+        start += num_ranks * block_elements
     return tuple(copies), tuple(counts)
 
 
@@ -198,22 +197,21 @@ def _by_positions(
     shapes: Sequence[Ints], strides: Sequence[Ints], seq_dim: int, seq_sizes: Ints, itemsize: int
 ) -> tuple[tuple[Block, ...], Ints]:
     """List the copies between tensors with all positions and a wire with a block per rank; count a block's elements."""
-    batch, width = shapes[0][1 - seq_dim], sum(shape[2] * shape[3] for shape in shapes)
+    batch, token_elements = shapes[0][1 - seq_dim], sum(shape[2] * shape[3] for shape in shapes)
     copies, wire_start, position = [], 0, 0
-    for size, ranks in groupby(seq_sizes):
-        # As in ``_by_heads``, ``block`` and ``width`` count elements of a rank's block, and of a token in it.
-        count, block, column = len(list(ranks)), batch * size * width, 0
+    for size, ranks in groupby(seq_sizes):  # ranks with as many positions share one copy, with a dim of ranks
+        count, block_elements, column = len(list(ranks)), batch * size * token_elements, 0
         # On the wire tokens keep the tensors' order of batch and sequence.
         lead = (batch, size) if seq_dim else (size, batch)
         for i, (shape, stride) in enumerate(zip(shapes, strides, strict=True)):
-            steps, wire_stride = (size * stride[seq_dim], *stride), (block, lead[1] * width, width, shape[3], 1)
+            # Dims: rank, the two of tokens, head, head_dim.
+            copy_size, tensor_stride = (count, *lead, *shape[2:]), (size * stride[seq_dim], *stride)
+            wire_stride = (block_elements, lead[1] * token_elements, token_elements, shape[3], 1)
             at = (wire_start + column) * itemsize
-            copies.append(
-                _flat(Block(i, (count, *lead, *shape[2:]), steps, position * stride[seq_dim], at, wire_stride))
-            )
+            copies.append(_flat(Block(i, copy_size, tensor_stride, position * stride[seq_dim], at, wire_stride)))
             column += shape[2] * shape[3]
-        wire_start, position = wire_start + count * block, position + count * size
-    return tuple(copies), tuple([batch * size * width for size in seq_sizes])
+        wire_start, position = wire_start + count * block_elements, position + count * size
+    return tuple(copies), tuple([batch * size * token_elements for size in seq_sizes])
 
 
 @lru_cache(maxsize=4096)
@@ -227,21 +225,23 @@ def heads_plan(
     lead = _lead(shapes[0], seq_dim, sum(seq_sizes))
     heads = [share.sizes[rank] for share in shares]
     results = tuple([(*lead, n, shape[3]) for n, shape in zip(heads, shapes, strict=True)])
-    width = sum(n * shape[3] for n, shape in zip(heads, shapes, strict=True))
-    one_size = len({shape[3] for shape in shapes}) == 1
+    columns = [n * shape[3] for n, shape in zip(heads, shapes, strict=True)]
     # Tensors with one head_dim lie side by side in the dim of the heads, others in the last dim under one head.
-    fused = (*lead, sum(heads), shapes[0][3]) if one_size else (*lead, 1, width)
+    if len({shape[3] for shape in shapes}) == 1:
+        fused, sizes, result_shapes = (*lead, sum(heads), shapes[0][3]), heads, ()
+    else:
+        fused, sizes, result_shapes = (*lead, 1, sum(columns)), columns, results
     arriving, received = _by_positions([fused], [contiguous_stride(fused)], seq_dim, seq_sizes, dtype.itemsize)
     unpack = Pass(arriving, [dtype], sum(received))
     exchange = Exchange(
         Pass(blocks, [dtype] * len(shapes), sum(sent)),
         None if unpack.is_in_order else unpack,
-        *(((), ()) if layout.even else (sent, received)),
-        (sum(sent) - sent[rank]) * dtype.itemsize,
+        send_counts=() if layout.even else sent,
+        recv_counts=() if layout.even else received,
+        bytes_sent=(sum(sent) - sent[rank]) * dtype.itemsize,
         shapes=[fused],
     )
-    return ToHeads(exchange, heads if one_size else [n * shape[3] for n, shape in zip(heads, shapes, strict=True)],
-                   () if one_size else results)  # fmt: skip
+    return ToHeads(exchange, sizes, result_shapes)
 
 
 @lru_cache(maxsize=4096)
@@ -267,8 +267,9 @@ def sequence_plan(
     return Exchange(
         Pass(blocks, dtypes, sum(sent)),
         None if is_new and not has_sums and unpack.is_in_order else unpack,
-        *(((), ()) if layout.even else (sent, received)),
-        (sum(sent) - sent[rank]) * dtype.itemsize,
+        send_counts=() if layout.even else sent,
+        recv_counts=() if layout.even else received,
+        bytes_sent=(sum(sent) - sent[rank]) * dtype.itemsize,
         shapes=results,
     )
 
@@ -295,16 +296,16 @@ def to_heads(tensors: Sequence[Tensor], layout: HeadLayout, group: ProcessGroup,
     check_inputs(tensors, name)
     shapes, strides = tuple(map(_shape_of, tensors)), tuple(map(Tensor.stride, tensors))
     try:
-        exchange, sizes, shapes = heads_plan(shapes, strides, layout, group.rank(), tensors[0].dtype)
+        exchange, sizes, result_shapes = heads_plan(shapes, strides, layout, group.rank(), tensors[0].dtype)
     except ShapeError as error:
         raise located(error, tensors[0].shape, name, group) from None
     results = exchange.run(tensors, group, span)
     if len(tensors) == 1:
         return results
-    if not shapes:
+    if not result_shapes:  # all have one head_dim, and lie side by side in the dim of the heads
         return torch.unsafe_split_with_sizes(results[0], sizes, HEAD_DIM)
     columns = torch.unsafe_split_with_sizes(results[0], sizes, HEAD_DIM + 1)
-    return [torch.ops.aten._unsafe_view(x, shape) for x, shape in zip(columns, shapes, strict=True)]
+    return [torch.ops.aten._unsafe_view(x, shape) for x, shape in zip(columns, result_shapes, strict=True)]
 
 
 def to_sequence(

@@ -188,20 +188,20 @@ def _by_sizes(x: Tensor, planned: CollectivePlan, nodes: Nodes, group: ProcessGr
     x = backend.carrier(x)
     row, in_rows, out_rows = x.shape[1:], planned.send_sizes, planned.recv_sizes
     counts = _arriving(in_rows, nodes, group, name, x.device)
-    # ``ahead`` counts the rows that this rank sends to the rank of each node, for all ranks of that node. ``middle``
-    # gets what the ranks of all nodes send through this rank to the ranks of its node: [node][local rank].
-    ahead = [sum(in_rows[node * size : (node + 1) * size]) for node in range(count)]
+    # First, to the rank of each node with this local rank: the rows for all ranks of that node. ``middle`` has what
+    # arrives from all nodes, for the ranks of this node: [node][local rank].
+    rows_to_node = [sum(in_rows[node * size : (node + 1) * size]) for node in range(count)]
     crossing = nodes.across([sum(rows) for rows in counts])
-    middle = exchange.all_to_all(x, nodes.across(ahead), crossing, group, name)
-    # ``away`` counts the rows that this rank hands to each rank of its own node; ``from_nodes`` is [local rank][node].
-    away = [sum(column) for column in zip(*counts, strict=True)]
+    middle = exchange.all_to_all(x, nodes.across(rows_to_node), crossing, group, name)
+    # Then, to each rank of this node: its rows from all nodes. ``from_nodes`` counts what arrives: [local rank][node].
+    rows_to_local = [sum(column) for column in zip(*counts, strict=True)]
     from_nodes = [list(out_rows[local::size]) for local in range(size)]
     turned = _transposed(middle.recv_wire, counts)
     del middle
     in_node = nodes.inside([sum(rows) for rows in from_nodes])
-    in_node_wire = exchange.all_to_all(turned, nodes.inside(away), in_node, group, name).recv_wire
+    in_node_wire = exchange.all_to_all(turned, nodes.inside(rows_to_local), in_node, group, name).recv_wire
     _transposed(in_node_wire, from_nodes, backend.carrier(out))
-    rows_sent = sum(ahead) - ahead[nodes.node] + sum(away) - away[nodes.local]
+    rows_sent = sum(rows_to_node) - rows_to_node[nodes.node] + sum(rows_to_local) - rows_to_local[nodes.local]
     copied += 2 * (turned.nbytes + in_node_wire.nbytes)
     span.end("torch", copied, rows_sent * math.prod(row) * x.itemsize)
     return out

@@ -81,14 +81,14 @@ def path_for(
         dim, world, sizes: split of ``x``.
         shape: shape of the result where ``x`` is a wire; None where ``x`` is the tensor.
     """
-    if _forced.value == "auto":
-        if not x.is_cuda:
-            return "torch"
-    elif forced_path() == "torch":
+    is_free = _forced.value == "auto"
+    if is_free and not x.is_cuda:
+        return "torch"
+    if not is_free and forced_path() == "torch":  # a call, as it checks the variable
         return "torch"
     if type(x) not in PLAIN and has_wrapper((x,)):
         return "torch"
-    return _path_on_gpu(x, op, dim, world, sizes, shape) if _forced.value == "auto" else "triton"
+    return _path_on_gpu(x, op, dim, world, sizes, shape) if is_free else "triton"
 
 
 def forced_path() -> PathChoice:
@@ -139,7 +139,7 @@ class SplitPass(NamedTuple):
         if x.is_neg() or x.is_conj():  # the copy without the bits may have other strides
             return pack(resolved(x), split.dim, split.world, split.sizes)
         if split.is_wire:
-            # Dims of size 1 may stand in front, and torch 2.15 wants to split dim 0.
+            # torch 2.15's all-to-all splits dim 0, which may be a dim of size 1 in front of the one that is split here.
             is_flat = split.sizes is not None or split.shape[0] % split.world
             return PassResult(x.view(-1) if is_flat else x, "view", 0)
         if split.ranks is None:
@@ -200,12 +200,13 @@ def pack(
         sizes: size of ``dim`` on every rank; by default as ``torch.chunk`` splits, padded with zeros on the wire.
         dtype: dtype of the wire, ``x.dtype`` by default.
         scale: factor applied before the one rounding.
-        out: wire to fill: ``[world, outer, run]``, or flat with ``sizes``. A new one by default.
+        out: wire to fill: ``[world, outer, run]``, or flat with ``sizes``. ``outer`` is the product of the dims before
+            ``dim``, ``run`` the elements of a rank's chunk behind them. A new one by default.
 
     Returns:
-        The wire, the path (view, torch or triton) and the bytes read plus written. A new even wire is ``[world,
-        *shape[:dim], shape[dim]/world, *shape[dim+1:]]``, a new uneven one ``[world, outer, run]``, one with ``sizes``
-        flat. The wire is a view of ``x`` if ``x`` already is in rank order.
+        The wire, the path (view, torch or triton) and the bytes read plus written. The wire is a view of ``x`` if ``x``
+        already is in rank order. A new one is ``[world, *shape[:dim], shape[dim]/world, *shape[dim+1:]]`` of an even
+        split, ``[world, outer, run]`` of an uneven one, and flat of one by ``sizes``.
 
     Traffic: reads ``x`` once, writes the wire once.
     """
@@ -232,6 +233,7 @@ def pack_into(wire: Tensor, x: Tensor, split: Split, scale: float | None) -> tup
         split: of ``x``, see ``split_of``.
         scale: factor applied before the one rounding; None for 1.
     """
+    # ``walked`` is a split that kernels can walk by rows: this one, an equal one of fewer dims, or None.
     path, walked = path_for(x, "pack", split.dim, split.world, split.sizes), split.walked
     if walked is None or walked.rows is None or (walked is not split and not wire.is_contiguous()):
         _refuse_triton("pack", x, split.dim)  # raises only if triton is forced
@@ -356,8 +358,9 @@ def reduce(
     if out is None:
         out = wire.new_empty(wire.shape[1:]) if dtype is None else wire.new_empty(wire.shape[1:], dtype=dtype)
     flat, total = wire, out
-    if wire.dim() != 2:
-        flat, total = wire.flatten(1) if wire.dim() > 2 else wire.view(wire.shape[0], -1), out.view(-1)
+    if wire.dim() != 2:  # each part contiguous, while the parts may be apart
+        flat = wire.flatten(1) if wire.dim() > 2 else wire[:, None]
+        total = out.view(-1)
     if path_for(wire, "reduce") == "triton":
         try:
             return PassResult(out, "triton", kernels.reduce(flat, total, scale))
@@ -466,7 +469,8 @@ def _blocks(wire: Tensor, x: Tensor, split: Split) -> Iterator[tuple[Tensor, Ten
         size = sizes[w] if sizes is not None else max(0, min(step, shape[dim] - start))
         shard = x.narrow(dim, start, size)
         if sizes is not None:
-            at = split.outer * start * (split.row // max(shape[dim], 1))
+            index_elements = split.outer * (split.row // max(shape[dim], 1))  # of one index of the dim; 1: it is empty
+            at = start * index_elements
             yield wire[at : at + shard.numel()].view(shard.shape), shard
         else:
             block = wire[w].view(*shape[:dim], step, *shape[dim + 1 :])

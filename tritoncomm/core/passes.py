@@ -120,18 +120,20 @@ class Pass:
     @cached_property
     def targets(self) -> list[WrittenBox]:
         """Boxes that an unpack by torch writes, in the order of the blocks."""
+        # By the box of the tensor, which is a block without its place in the wire: the boxes of the wire that are added
+        # up there, and the one block that has them all as its first dim, if there is one.
         targets: dict[Block, list[Block]] = {}
         stacks: dict[Block, Block] = {}
         for block in self.blocks:
             if block.tensor == PADDING:
                 continue
             parts, count = [block], 1
-            if self.sums and not block.stride[0]:
+            if self.sums and not block.stride[0]:  # each index of the first dim lies in the same box
                 count = block.size[0]
                 parts = [block.at(i, self._itemsize(block)) for i in range(count)]
             for part in parts:
                 targets.setdefault(part._replace(wire_byte=0, wire_stride=()), []).append(part)
-            if 1 < count <= _IN_ORDER:
+            if 1 < count <= _IN_ORDER:  # more would be added up in another order by ``torch.sum``
                 stacks[parts[0]._replace(wire_byte=0, wire_stride=())] = block
         return [
             WrittenBox(
@@ -163,7 +165,8 @@ class Pass:
         is_lazy = has_lazy(tensors)
         is_plain = wire is None and scale is None and first.dtype is self.dtypes[0]
         if is_plain and not is_lazy and self.is_in_order and first.numel() == self.elements:
-            # By memory, not by indices: a transposed tensor with one index of the split dim per rank is in order, too.
+            # As memory, not by ``view(-1)``: a transposed tensor with one index per rank is in order, yet not
+            # contiguous.
             return PassResult(first.as_strided((self.elements,), (1,)), "view", 0)
         path = path_for(first, "segments")
         if path == "torch" and is_plain and self.joined is not None:
@@ -189,7 +192,7 @@ class Pass:
             scale: factor applied before the one rounding.
             accumulate: add to the tensors instead of overwriting them.
         """
-        if self.parts and not accumulate:
+        if self.parts and not accumulate:  # the wire is that many dense tensors, which are added up
             return reduce(wire.view(self.parts, -1), scale=scale, out=tensors[0])
         _range = profiler._is_profiler_enabled and record.profiler_range("unpack")
         path = path_for(wire, "segments")
@@ -229,6 +232,7 @@ class Pass:
             copied += x.nbytes
             wide = wide_type("pack", x.dtype, dtype, scale is not None)
             if scale is not None or (wide is torch.float64 and dtype.itemsize == 2):  # through fp32, as kernels round
+                # In pieces, so that the copies of the wide type stay small.
                 for part, source in zip(place.chunk(_BUFFERS), x.chunk(_BUFFERS), strict=True):
                     torch_path.put(part, [source], scale, wide)
             else:
@@ -244,18 +248,18 @@ class Pass:
         for block, parts, stack in self.targets:
             x, dtype = tensors[block.tensor], self.dtypes[block.tensor]
             typed = wire if wire.dtype is dtype else _typed(wire, dtype)
+            # What ``view`` does, without the call where there is no offset.
             x = block.view(x) if block.offset else x.as_strided(block.size, block.stride)
             is_plain = x.dtype is dtype and scale is None and not accumulate
             if is_plain and len(parts) == 1:
-                at = typed.storage_offset() + parts[0].wire_byte // dtype.itemsize
-                x.copy_(typed.as_strided(block.size, parts[0].wire_stride, at))
-            elif is_plain and stack is not None:
+                start = typed.storage_offset() + parts[0].wire_byte // dtype.itemsize
+                x.copy_(typed.as_strided(block.size, parts[0].wire_stride, start))
+            elif is_plain and stack is not None:  # all parts are one box of the wire, one behind the other
                 torch.sum(stack.in_wire(typed), 0, dtype=dtype, out=x)
             else:
-                # Complex numbers are added as they are.
-                wide = (
-                    dtype if dtype.is_complex else wide_type("unpack", dtype, x.dtype, scale is not None, summed=True)
-                )
+                wide = dtype  # complex numbers are added as they are
+                if not dtype.is_complex:
+                    wide = wide_type("unpack", dtype, x.dtype, scale is not None, summed=True)
                 torch_path.put(x, [part.in_wire(typed) for part in parts], scale, wide, accumulate)
             copied += prod(block.size) * (len(parts) * dtype.itemsize + x.itemsize * (2 if accumulate else 1))
         return copied

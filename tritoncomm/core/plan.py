@@ -81,11 +81,12 @@ def all_gather(
     recv_sizes, recv_counts = _gathered(shape, dim, world, rank, sizes)
     result = resized(shape, dim, shape[dim] * world if sizes is None else sum(recv_sizes))
     in_order, own = _leads(shape, dim), math.prod(shape) * itemsize
-    if largest := padded_size(recv_sizes) if pads and recv_sizes else 0:
-        sent = math.prod(resized(shape, dim, largest)) * itemsize * (world - 1)
+    padded = padded_size(recv_sizes) if pads and recv_sizes else 0  # size of every part; 0 if none is padded
+    if padded:
+        sent = math.prod(resized(shape, dim, padded)) * itemsize * (world - 1)
         in_order = in_order and ends_short(recv_sizes)
         return CollectivePlan(
-            result, sent, sent, in_order, recv_sizes=recv_sizes, recv_counts=recv_counts, padded=largest
+            result, sent, sent, in_order, recv_sizes=recv_sizes, recv_counts=recv_counts, padded=padded
         )
     sent, received = own * (world - 1), math.prod(result) * itemsize - own
     return CollectivePlan(result, sent, received, in_order, recv_sizes=recv_sizes, recv_counts=recv_counts)

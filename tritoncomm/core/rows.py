@@ -137,8 +137,8 @@ def start_to_ranks(
     remote_rows, own_rows_place = buffer.split_with_sizes((num_recv, routes.local))
     remote_index, own_index = routes.tokens.split_with_sizes((num_send, routes.local))
     copied = 0
-    # Rows of this rank are copied beside the all-to-all, but for a wait that is apart: it may run on another stream,
-    # and orders that behind the all-to-all, which has to follow the copy then.
+    # This rank's own rows are copied while the all-to-all runs. A wait that is apart may run on another stream, which
+    # it orders behind the all-to-all only: then the copy comes first, so that the all-to-all is behind it.
     if is_apart:
         copied += _gather(passes, tensors, own_index, _views(own_rows_place, tensors, starts))
     copied += _gather(passes, tensors, remote_index, _views(wire, tensors, starts))
@@ -167,8 +167,8 @@ def start_to_tokens(
     parts, copied = [x.split_with_sizes((num_send, routes.local)) for x in tensors], 0
     first = tensors[0]
     is_wire = len(tensors) == 1 and first.is_contiguous() and first.shape[1] * first.itemsize == width
-    # A caller that runs other work before the wait may write to its rows. The version of a tensor tells of that if it
-    # is the whole storage; of a part it tells of writes elsewhere, too. So a part is copied.
+    # A caller that runs other work before the wait may write to its rows, which the version of the tensor shows. All
+    # views of a storage share one version, which writes to other parts raise as well: so a part of a storage is copied.
     source = first if is_wire and (not is_apart or fills_storage(first)) else None
     if source is not None:
         wire = parts[0][0].view(torch.uint8)

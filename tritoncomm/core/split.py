@@ -90,14 +90,14 @@ class Split:
             return None
         shape, dim = self.shape, self.dim
         shard = self.ranks[0][1:]
-        stride, each = contiguous_stride(shard), shard[dim]
-        rank = stride[0] * shard[0]
-        # Each rank has one index of the dim, so no two dims of the view have to be merged: shards is None then.
-        if each <= 1 or 0 in shape:
-            return shape, (*stride[:dim], rank, *stride[dim + 1 :]), None
+        stride = contiguous_stride(shard)
+        rank_stride = stride[0] * shard[0]
+        if shard[dim] <= 1 or 0 in shape:
+            # Each rank has one index of the dim, or nothing: the ranks are the dim, and no dims are to be merged.
+            return shape, (*stride[:dim], rank_stride, *stride[dim + 1 :]), None
         # The rank's dim stands before the shard's: the result is this view with both merged into one.
-        size, steps = (*shard[:dim], self.world, *shard[dim:]), (*stride[:dim], rank, *stride[dim:])
-        return size, steps, (self.world, *shard)
+        size, strides = (*shard[:dim], self.world, *shard[dim:]), (*stride[:dim], rank_stride, *stride[dim:])
+        return size, strides, (self.world, *shard)
 
     @cached_property
     def rows(self) -> tuple[Ints, Ints] | None:

@@ -53,6 +53,10 @@ class _Box(NamedTuple):
     size: Ints
     columns: tuple[tuple[int, int], ...]
 
+    def elements_of(self, rank: int) -> int:
+        """Return the elements of the box in the shard of one rank."""
+        return math.prod(self.size) * self.columns[rank][1]
+
 
 @lru_cache(maxsize=256)
 def plan_chunks(
@@ -76,9 +80,9 @@ def plan_chunks(
         order = [node * nodes.size + local for local in range(nodes.size) for node in range(nodes.count)]
     result: list[Chunk] = []
     start, elements_of_boxes, boxes = 0, 0, []
-    for box, elements in (*_boxes(splits, limit, _ALIGNMENT // dtype.itemsize), (None, 0)):
+    for box, elements in (*_boxes(splits, limit, _ALIGNMENT // dtype.itemsize), (None, 0)):  # the last ends a chunk
         if boxes and (box is None or elements_of_boxes + elements > limit):
-            counts = [sum(math.prod(part.size) * part.columns[r][1] for part in boxes) for r in range(world)]
+            counts = [sum(each.elements_of(r) for each in boxes) for r in range(world)]
             blocks = _blocks(splits, boxes, order, dtype.itemsize)
             pack = Pass(blocks, [dtype] * len(splits), sum(counts))
             levels = (_flat(pack, counts, rank),) if nodes is None else _by_nodes(pack, counts, rank, between, nodes)
@@ -103,18 +107,27 @@ def _by_nodes(
     pack: Pass, counts: Sequence[int], rank: int, between: torch.dtype, nodes: Nodes
 ) -> tuple[WireExchange, WireExchange]:
     """Return the exchanges of a chunk in the node, by local rank, and of the nodes' sums between nodes."""
+    # First each rank sums, over its node, what goes to the ranks of its own local rank on all nodes; then it sends each
+    # of those its part of the sum.
     of_local = [sum(counts[local :: nodes.size]) for local in range(nodes.size)]
+    of_nodes = counts[nodes.local :: nodes.size]
     summed, own = of_local[nodes.local], counts[rank]
-    dtype, of_nodes = pack.dtypes[0], counts[nodes.local :: nodes.size]
+    dtype = pack.dtypes[0]
     in_node = Exchange(
-        pack, sum_pass(nodes.size, summed, dtype), nodes.inside(of_local), nodes.inside([summed] * nodes.size),
-        (sum(counts) - summed) * dtype.itemsize,
-    )  # fmt: skip
-    sums = Pass([Block(0, (summed,), (1,), 0, 0, (1,))], [between], summed)
+        pack,
+        unpack=sum_pass(nodes.size, summed, dtype),
+        send_counts=nodes.inside(of_local),
+        recv_counts=nodes.inside([summed] * nodes.size),
+        bytes_sent=(sum(counts) - summed) * dtype.itemsize,
+    )
+    flat = Block(tensor=0, size=(summed,), stride=(1,), offset=0, wire_byte=0, wire_stride=(1,))
     crossing = Exchange(
-        sums, sum_pass(nodes.count, own, between), nodes.across(of_nodes), nodes.across([own] * nodes.count),
-        (summed - own) * between.itemsize,
-    )  # fmt: skip
+        Pass([flat], [between], summed),
+        unpack=sum_pass(nodes.count, own, between),
+        send_counts=nodes.across(of_nodes),
+        recv_counts=nodes.across([own] * nodes.count),
+        bytes_sent=(summed - own) * between.itemsize,
+    )
     return in_node, crossing
 
 
@@ -131,7 +144,8 @@ def _boxes(splits: Sequence[Split], limit: int, unit: int) -> Iterator[tuple[_Bo
     at multiples of ``unit``.
     """
 
-    def edge(size: int, cut: int, cuts: int) -> int:
+    def edge(size: int, cut: int) -> int:
+        """Return the column at which piece number ``cut`` of a rank's ``size`` columns begins."""
         return size if cut == cuts else size * cut // cuts // unit * unit
 
     for i, split in enumerate(splits):
@@ -142,7 +156,7 @@ def _boxes(splits: Sequence[Split], limit: int, unit: int) -> Iterator[tuple[_Bo
         cuts = -(-split.row // limit)  # 1, except where one row is too much: then its columns are cut
         for start, size in _outer_boxes(outer, max(limit // split.row, 1)):
             for cut in range(cuts):
-                edges = [(edge(n, cut, cuts), edge(n, cut + 1, cuts)) for n in split.lengths]
+                edges = [(edge(n, cut), edge(n, cut + 1)) for n in split.lengths]
                 columns = tuple([(low, high - low) for low, high in edges])
                 yield _Box(i, start, size, columns), math.prod(size) * sum(n for _, n in columns)
 

@@ -186,7 +186,8 @@ def reduce_scatter(
     span = enter(name, "wire_sum", group, x, ((dim,), sizes, op, *wire.words, factor, accumulate)) or Span(name)
     handle_result = result if asynchronous else None
     flat = result.view(-1)
-    if out is not None:  # before a handle exists that autograd could see: ``out`` may be a view of ``x``
+    # Before the handle notes the version of what is sent, which ``out`` may be a view of.
+    if out is not None:
         torch.autograd.graph.increment_version(out)
     path, copied, sent, handle = _sum(
         [x], [(dim, sizes)], flat, group, name, wire, factor, accumulate, handle_result, scratch
@@ -209,8 +210,8 @@ def all_reduce(
     flat, sizes = out.detach().view(-1), chunk_sizes(tensor.numel(), world)
     largest = sizes[0]
     is_even = largest * world == flat.numel()
-    # Parts of less than the largest are the last ones: of equal parts in one wire, the first elements are the sum. A
-    # message of each rank's own size would be a broadcast for every rank.
+    # All ranks gather parts of the largest size, as parts of different sizes would be a broadcast each. Only the last
+    # ones are shorter, so that all padding is at the end: the first elements of what is gathered are the sum.
     gathered = flat if is_even else flat.new_empty(largest * world)
     # The sum reads all of ``flat`` chunk by chunk, so a part has memory of its own.
     slot = flat.new_empty(largest) if is_even else gathered.narrow(0, rank * largest, largest)
@@ -247,6 +248,7 @@ def split_reduce_scatter(
     result = many[0].dtype if dtype is None else dtype
     if (dtype is None and any(x.dtype is not result for x in many)) or not result.is_floating_point:
         raise ArgumentError(f"{name}: with wire the results have one floating-point dtype, of all tensors or given")
+    # What ranks have to agree on, with None for the sizes, which follow from the shapes.
     span = enter(name, "wire_sum", group, many, (tuple(axes), None, ReduceOp.SUM, *wire.words, factor, result))
     cuts = [(dim, chunk_sizes(x.shape[dim], world)) for x, dim in zip(many, axes, strict=True)]
     shapes = [resized(x.shape, dim, sizes[rank]) for x, (dim, sizes) in zip(many, cuts, strict=True)]
@@ -275,7 +277,7 @@ def _sum(
     for tensor, (dim, sizes) in zip(tensors, cuts, strict=True):
         x = tensor
         if row_stride(x.shape, x.stride(), dim) is None:
-            x = _narrowed(x, wire.dtype).contiguous()  # if it is one chunk, this is the wire
+            x = _narrowed(x, wire.dtype).contiguous()  # of one chunk this is the wire, and nothing more is packed
             copied += tensor.nbytes + x.nbytes
         readable.append(x)
         layouts.append((x.shape, x.stride(), dim, sizes))
@@ -341,7 +343,8 @@ def sum_shards(
         copied += _finish(chunk, flight, out, group, name, scale, accumulate)
         return Summed(path, copied, bytes_sent)
     if wire.nodes is not None:
-        # Now, too: ranks may wait for handles in any order, and messages are matched by the order of their issue.
+        # The second level starts now, not in ``wait``: ranks may wait for handles in different orders, while messages
+        # are matched by the order in which they start.
         with _beside(flight.recv_wire, flight.send_wire):
             flight = _cross(chunk, flight, group, name, asynchronous=True)
             copied += flight.copied

@@ -133,7 +133,7 @@ class _Entry:
         self.holder, self.name, self.before, self.value, self.is_key = holder, name, before, value, is_key
 
     def undo(self) -> list[Change]:
-        """Set the value before; leave and return one that somebody else has set since."""
+        """Set the value before; if somebody else has set another one since, leave it, and return it as a change."""
         holder = self.holder()
         if holder is None:
             return []

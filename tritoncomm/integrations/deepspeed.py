@@ -82,7 +82,15 @@ class DistributedAttention(nn.Module):
     ) -> Tensor:
         """Return the attention of local ``[b, s, heads, d]``, or sequence first with ``batch_dim_idx`` 1.
 
-        ``rotary_pos_emb`` is (cos, sin), each ``[b or 1, S, 1, rotary_dim]``, applied to all positions of q and k.
+        Args:
+            query, key, value: this rank's positions of all heads.
+            batch_dim_idx: the dim of the batch, 0 or 1.
+            rotary_pos_emb: (cos, sin), applied to all positions of q and k; their dims 0 and 1 are those of q the other
+                way round, as in DeepSpeed: ``[S, b or 1, 1, rotary_dim]``, or batch first with ``batch_dim_idx`` 1.
+            args, kwargs: for ``local_attention``.
+
+        Raises:
+            ShapeError: a sequence or heads that cannot be split, or cos and sin of another shape.
         """
         name, group = "DistributedAttention", self.spg
         exchange = self._exchange(query, key, value, batch_dim_idx, name)
@@ -93,7 +101,7 @@ class DistributedAttention(nn.Module):
             local = [x.contiguous() for x in local]
         query, key, value = local
         if rotary_pos_emb is not None:
-            cos, sin = (part.permute(1, 0, 2, 3) for part in rotary_pos_emb)
+            cos, sin = _in_order_of(query, rotary_pos_emb, 1 - batch_dim_idx, name)
             query, key = ulysses.autocast((_rotated(query, cos, sin), _rotated(key, cos, sin)))
         out = self.local_attn(query, key, value, *args, **kwargs)
         if group.size() == 1:
@@ -108,10 +116,8 @@ class DistributedAttention(nn.Module):
     def _exchange(self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int, name: str) -> AttentionExchange:
         """Return the plan of this call; an own ``num_kv_heads`` decides the split, else the key tensor does."""
         _check_batch_dim(batch_dim_idx, name)
-        # The sequence is in the other one of the dims 0 and 1; None: every rank has as many positions.
-        exchange = ulysses.exchange_for(
-            query, key, value, self.spg, seq_dim=1 - batch_dim_idx, seq_sizes=None, name=name
-        )
+        seq_dim, seq_sizes = 1 - batch_dim_idx, None  # every rank has equally many positions
+        exchange = ulysses.exchange_for(query, key, value, self.spg, seq_dim=seq_dim, seq_sizes=seq_sizes, name=name)
         kv_heads = self.num_kv_heads
         if kv_heads is None or kv_heads == key.shape[HEAD_DIM]:
             return exchange
@@ -119,11 +125,11 @@ class DistributedAttention(nn.Module):
             raise ShapeError(
                 f"{name}: {key.shape[HEAD_DIM]} heads of the key are no multiple of num_kv_heads {kv_heads}"
             )
-        return _followed(exchange, query.shape[HEAD_DIM], key.shape[HEAD_DIM], kv_heads)
+        return _by_kv_groups(exchange, query.shape[HEAD_DIM], key.shape[HEAD_DIM], kv_heads)
 
 
 @lru_cache(maxsize=256)
-def _followed(exchange: AttentionExchange, q_heads: int, k_heads: int, kv_heads: int) -> AttentionExchange:
+def _by_kv_groups(exchange: AttentionExchange, q_heads: int, k_heads: int, kv_heads: int) -> AttentionExchange:
     """Return the exchange with heads split as ``kv_heads`` groups are."""
     sizes = exchange.qkv.seq_sizes
     q, groups = split_heads(q_heads, kv_heads, len(sizes))
@@ -156,7 +162,7 @@ class _SeqAllToAll:
         """Exchange one tensor, its heads for the sequence or back, as ``scatter_idx`` says.
 
         Args:
-            num_kv_heads: groups in which heads are split that do not divide by the ranks.
+            num_kv_heads: number of key/value heads; where the ranks do not divide it, heads are split as these are.
 
         Raises:
             ArgumentError: a ``batch_dim_idx`` that is not 0 or 1.
@@ -208,7 +214,7 @@ def _uneven_layout(
         raise ShapeError(
             f"{kv_heads} key/value heads are fewer than the ranks, and one tensor does not say whose it is"
         )
-    size = shape[HEAD_DIM]
+    size = shape[HEAD_DIM]  # heads; or with three dims heads times head_dim
     kv_share = split_heads(kv_heads, kv_heads, world)[0]
     if to_heads:
         if size % kv_heads:
@@ -223,6 +229,7 @@ def _uneven_layout(
         if size % local_kv_heads:
             raise ShapeError(f"dim 2 of size {size} is no multiple of this rank's {local_kv_heads} key/value heads")
         unflattened = (local_kv_heads, size // local_kv_heads) if len(shape) == 3 else None
+        # Unflattened, dim 2 has one entry for each kv head, with the columns of all heads that belong to it.
         heads_per_kv_head = 1 if unflattened else size // local_kv_heads
     share = HeadShare(
         tuple([heads_per_kv_head * head for head in kv_share.starts]),
@@ -244,6 +251,21 @@ def _check_batch_dim(batch_dim_idx: int, name: str) -> None:
     """Reject a dim of the batch other than 0 and 1."""
     if batch_dim_idx not in (0, 1):
         raise ArgumentError(f"{name}: batch_dim_idx must be 0 or 1, not {batch_dim_idx!r}")
+
+
+def _in_order_of(x: Tensor, rotary_pos_emb: Any, seq_dim: int, name: str) -> tuple[Tensor, Tensor]:
+    """Return cos and sin with the sequence in the dim in which ``x`` has it; refuse shapes that would be broadcast."""
+    cos, sin = (part.permute(1, 0, 2, 3) for part in rotary_pos_emb)
+    width, batch = cos.shape[-1], x.shape[1 - seq_dim]
+    fits = cos.shape[seq_dim] == x.shape[seq_dim] and cos.shape[1 - seq_dim] in (1, batch)
+    if not fits or cos.shape[2] != 1 or width % 2 or width > x.shape[-1] or sin.shape != cos.shape:
+        wanted = [x.shape[seq_dim], f"1 or {batch}"] if seq_dim == 1 else [f"1 or {batch}", x.shape[seq_dim]]
+        raise ShapeError(
+            f"{name}: rotary_pos_emb of {list(rotary_pos_emb[0].shape)} and {list(rotary_pos_emb[1].shape)} for q "
+            f"{list(x.shape)}; both are [{wanted[0]}, {wanted[1]}, 1, an even number up to {x.shape[-1]}], with the "
+            "batch and the sequence the other way round than in q"
+        )
+    return cos, sin
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -103,13 +103,13 @@ class _ReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        """Send ``wire`` and add up in fp32; as before ``use`` where the wire would round gradients of another dtype.
+        """Send ``wire`` and add up in fp32; reduce as before ``use`` where gradients have another dtype than ``wire``.
 
         Returns:
             The work with ``async_op``, else None.
         """
         wire, wire_between, exchange, round_accumulated = self.options
-        was_accumulated, self.is_accumulated = self.is_accumulated, False
+        was_accumulated, self.is_accumulated = self.is_accumulated, False  # until the next backward without a reduction
         # Read in every call: as in FSDP2, the policy may change after ``use``.
         gradient_dtype = self._group.mp_policy.param_dtype or self._group._orig_dtype
         would_round = gradient_dtype is not wire or (was_accumulated and not round_accumulated)
@@ -164,7 +164,7 @@ def use(
         round_accumulated: round gradients that were accumulated in fp32 to ``wire``, once.
 
     Returns:
-        The modules and the dtype that travels; printed, it says when nothing is saved.
+        The modules and the dtype that travels. As text, it tells of cases in which nothing is saved.
 
     Raises:
         ArgumentError: no FSDP2 module; a wire of another dtype.
@@ -187,7 +187,7 @@ def use(
             if isinstance(comm, _ReduceScatter) and comm.is_on:
                 changes.set_attribute(comm, "options", options)
             else:
-                changes.add(_ReduceScatter(group, options).undo)
+                changes.add(_ReduceScatter(group, options).undo)  # which puts itself into the group
     grouped = [module for _, module, _ in found]
     paths = tuple(path or "model" for path, module in model.named_modules() if module in grouped)
     replicates = any(group.mesh_info.replicate_mesh_dim is not None for _, _, group in found)

@@ -85,8 +85,8 @@ def reshard(
 
     Returns:
         Results in the form of ``tensors``: local tensors for a ``Layout``, DTensors or ColoTensors for other targets.
-        On a rank without a part of the target an empty tensor, through which backward has to go there; a mapping has it
-        only if it requires grad.
+        On a rank without a part of the target an empty tensor: where others call backward, it does too, through this
+        tensor. A mapping has it only if it requires grad.
 
     Raises:
         ShapeError: shapes that differ, a source that does not cover its tensor, a local tensor of another shape.
@@ -95,8 +95,8 @@ def reshard(
         PeerError: another rank failed, or did not come within the group's timeout. Ranks that have a plan for their
             arguments do not compare them; a rank with others is named with ``TRITONCOMM_CHECK=1``.
         UnsupportedError: partial placements, or a cast of other dtypes.
-        ArgumentError: ``bucket_bytes`` that do not hold one element for every peer; raised in backward where gradients
-            have more peers than values.
+        ArgumentError: ``bucket_bytes`` that do not hold one element for every peer. Backward raises it, too, where
+            gradients go to more ranks than values come from.
     """
     return reshard_as("reshard", group, tensors, source, target, (dtype, bucket_bytes, grad), out)
 
@@ -120,7 +120,7 @@ def reshard_as(
     process_group = dist.group.WORLD if group is None else participants_of(group, name).group
     # ``looks`` are the values by which an equal call is recognised: it runs the earlier plan, and only its tensors are
     # checked.
-    is_asked = False
+    is_asked = False  # whether another rank lacks values and asks for them
     looks = None if out is not None else _look(name, tensors, source, target, options)
     if looks is not None and process_group is not None and (recent := _recent_plan(process_group, looks)) is not None:
         try:
@@ -146,21 +146,23 @@ def reshard_as(
 
 
 def _look(name: str, tensors: Any, source: Any, target: Any, options: tuple[Any, Any, Any]) -> Any:
-    """Return the values that a call's plan depends on, for plain tensors and layouts; None if it has to be read."""
-    # Reading and checking the arguments of a few tensors takes the host as long as their exchange.
+    """Return a key of the values that a call's plan depends on; None of arguments that have to be read.
+
+    Plain tensors and layouts have a key. To read and check a few tensors takes the host as long as their exchange.
+    """
     dtype, bucket_bytes, grad = options
-    names: Any = None  # of one tensor; the names of a dict, the length of a sequence
+    form: Any = None  # of one tensor; of a dict its names, of a sequence its length
     if type(tensors) in _PLAIN:
         values = (tensors,)
     elif type(tensors) is dict:
-        names, values = tuple(tensors), tuple(tensors.values())
+        form, values = tuple(tensors), tuple(tensors.values())
     elif type(tensors) is list or type(tensors) is tuple:
-        names, values = len(tensors), tensors
+        form, values = len(tensors), tensors
     else:
         return None
     # A side is one layout of all tensors, or one per tensor. Any other has to be read. A dict of sources may have more
     # names than this rank has tensors.
-    order = tuple(source) if type(source) is dict and type(names) is tuple else names
+    order = tuple(source) if type(source) is dict and type(form) is tuple else form
     count = len(order) if type(order) is tuple else len(values)
     sides = []
     for side in (source, target):
@@ -178,7 +180,7 @@ def _look(name: str, tensors: Any, source: Any, target: Any, options: tuple[Any,
         if type(x) not in _PLAIN:
             return None
         kinds.append((x.dtype, records and x.requires_grad))
-    return (name, *sides, options, order, names, *kinds)
+    return (name, *sides, options, order, form, *kinds)
 
 
 def _recent_plan(group: ProcessGroup, looks: Any) -> "ReshardPlan | None":
@@ -245,6 +247,8 @@ def planned(
         kinds = kinds_of(name, tensors, source, options.get("dtype"), out)
         sides, wraps = sides_of(name, tensors, kinds.names, source, target, out, participants.rank)
     group, lacks, is_told = participants.group, not kinds.is_complete, False
+    # A rank that lacks kinds of tensors guesses them, and the ranks compare their plans. After a guess that is wrong,
+    # or impossible, all ranks tell each other what they know, and the second turn has the plan.
     known = guessed(name, group, kinds, sides, options) if lacks else kinds
     while True:
         if known is not None and not is_asked:
@@ -306,7 +310,7 @@ class ReshardPlan:
         """
         if out is None:
             return self.in_form_of(tensors, self.run(self.checked(tensors), out=None))
-        outs = self._pairs(out, 1)
+        outs = self._pairs(out, side=1)
         self.run(self.checked(tensors, outs), out=[x for _, x in outs])
         return out
 
@@ -318,7 +322,7 @@ class ReshardPlan:
 
     def is_agreed(self, group: ProcessGroup, tensors: Any, sources: Sequence[Tensor]) -> bool:
         """Whether all ranks of a call have this plan, if one lacks tensors; else all have to tell what they know."""
-        if not self._executor.is_compared:
+        if not self._executor.compares_calls:
             return True
         names, lacks = [item.name for item in self.items], len(tensors) < len(self.items)
         return compare(group, self._key[2], self._executor, names, sources, lacks=lacks) is not None
@@ -354,14 +358,16 @@ class ReshardPlan:
     def _pairs(self, tensors: Any, side: int) -> list[tuple[Any, Tensor]]:
         """Return every tensor that a caller passed, with its local tensor; reject other names than the plan's.
 
-        A name may lack that has no element on this rank, before (``side`` 0) or after (1): an empty tensor is its part.
+        A name that has no elements on this rank may be left out: it gets an empty tensor. ``side`` is 0 for tensors of
+        the source, and 1 for those of the target.
         """
         by_name = named(tensors, "reshard")
         if self._has_names(by_name):
             return [(x, local_of(x)) for x in by_name.values()]
         names = [item.name for item in self.items]
         parts = {key: shapes[side] for key, shapes in zip(names, self._shapes, strict=True)}
-        lacking = [key for key, part in parts.items() if key not in by_name and 0 not in (part or (0,))]
+        has_elements = [key for key, part in parts.items() if part is not None and 0 not in part]
+        lacking = [key for key in has_elements if key not in by_name]
         if lacking or not by_name.keys() <= parts.keys() or not isinstance(tensors, Mapping):
             raise ArgumentError(f"reshard: the plan is for {names}, not for {list(by_name)}")
         device = next((local_of(x).device for x in by_name.values() if isinstance(x, Tensor)), self._device)

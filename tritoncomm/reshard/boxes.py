@@ -141,7 +141,7 @@ def in_rows(boxes: Boxes, steps: Ints, periods: Ints) -> Boxes:
         if period == 1:
             dim += 1
             continue
-        # In the result a position in a local tensor counts indices of the original dim, and stands in the column's dim.
+        # ``at`` is not divided: in the result its row is 0, and its column the index along the original dim.
         boxes = _columns(boxes, dim, period, step) if step > 1 else _ranges(boxes, dim, period)
         dim += 2  # a row and a column
     return boxes
@@ -182,16 +182,13 @@ def _assembled(boxes: Boxes, dim: int, pieces: Array) -> Boxes:
     """
     box, piece = np.nonzero((pieces[2] > 0) & (pieces[3] > 0))
     top, left, rows, columns, offset = pieces[:, box, piece]
-    arrays = []
-    # In the order of ``Boxes``: start, size and at. A position counts indices of the original dim, so its row is 0 and
-    # its column is the box's position plus the offset of the piece.
-    for array, (row, column) in zip(boxes[1:], ((top, left), (rows, columns), (0 * offset, offset)), strict=True):
-        widened = np.insert(array[box], dim, 0, 1)
-        if array is boxes.at:
-            column = column + widened[:, dim + 1]
-        widened[:, dim], widened[:, dim + 1] = row, column
-        arrays.append(widened)
-    return Boxes(boxes.owner[box], *arrays)
+    start, size, at = (np.insert(array[box], dim, 0, 1) for array in boxes[1:])  # the original dim is ``dim + 1`` now
+    start[:, dim], start[:, dim + 1] = top, left
+    size[:, dim], size[:, dim + 1] = rows, columns
+    # A position counts indices of the original dim: its row is 0, its column the box's position plus the piece's
+    # offset.
+    at[:, dim + 1] += offset
+    return Boxes(boxes.owner[box], start, size, at)
 
 
 def distinct_rows(rows: Array) -> tuple[Array, Array]:
@@ -232,8 +229,9 @@ def range_boxes(shape: Array, low: Array, high: Array) -> tuple[Array, Array, Ar
         inside = (low // length == (high - 1) // length) & (high - low < length)
         left, right = low // length * length, high // length * length
         head_end, tail_start = np.where(inside, high, left + length), np.where(inside, high, right)
-        heads = (low < high) & (low > left) | inside & (low < high)
-        tails = (low < high) & ~inside & (high > right)
+        has_elements = low < high
+        heads = has_elements & (inside | (low > left))
+        tails = has_elements & ~inside & (high > right)
         for chosen, place, first, end in ((heads, -dim, low, head_end), (tails, dim, tail_start, high)):
             index = np.nonzero(chosen)[0]
             row = first[index] // length[index]
@@ -241,6 +239,7 @@ def range_boxes(shape: Array, low: Array, high: Array) -> tuple[Array, Array, Ar
             pieces.append((index, np.full_like(index, place), np.full_like(index, dim), row, first[index] - offset,
                            end[index] - offset))  # fmt: skip
         low, high = np.where(heads, head_end, low), np.where(tails, tail_start, high)
+        # What is left are full rows, which are counted as elements of the next dim.
         low, high = np.where(inside, 0, -(-low // length)), np.where(inside, 0, high // length)
     index = order[low < high]
     zeros = np.zeros_like(index)

@@ -64,9 +64,10 @@ def buffer_views(shard: Tensor, tensors: Tensors, start: int) -> dict[str, Tenso
 def megatron_layouts(buffers: Iterable[Any], names: Mapping[Any, str]) -> dict[str, Layout]:
     """Build the layouts of the main parameters and states of Megatron-core's ``DistributedOptimizer``.
 
-    Every rank of the data-parallel group owns an equal stretch of each bucket of a buffer. A parameter is the local one
-    of its tensor- and pipeline-parallel rank. The local tensors are the optimizer's own shards: ``main_param`` and its
-    states, which have one dim; a parameter without elements on a rank has none there: pass an empty tensor.
+    Every rank of the data-parallel group owns an equal stretch of each bucket of a buffer. The global tensor of a
+    layout is the parameter as one tensor- and pipeline-parallel rank has it. The local tensors are the optimizer's own
+    shards: ``main_param`` and its states, which have one dim; a parameter without elements on a rank has none there:
+    pass an empty tensor.
 
     Args:
         buffers: the buffers of an optimizer (``optimizer.buffers``), with the attributes ``buckets``,

@@ -97,11 +97,12 @@ class BucketStep:
     ) -> record.CopyPath:
         """Pack, exchange and unpack one bucket; copy the direct blocks meanwhile. Return the path of the last pass."""
         path: record.CopyPath = "view"
-        wire, recv_memory, send, receive = self._staging(sources[0])
+        pack_memory, unpack_memory, send, receive = self._staging(sources[0])
         if self._pack is not None:
-            path = self._pack.pack(sources, wire).path
+            path = self._pack.pack(sources, pack_memory).path
         copies = self._copies if self._copies is not None and takes_kernel(sources[0]) else None
-        # Views are taken before the exchange: it may overwrite blocks of tensors that share memory with results.
+        # Blocks of torch's path are read before the exchange, which may overwrite them where tensors share memory with
+        # results; the kernel has no step where they do.
         copied = self._views(self._direct, sources, targets) if self._direct and copies is None else None
         summed = self._views(self._summed, sources, targets) if self._summed else None
         work = None
@@ -120,9 +121,9 @@ class BucketStep:
                 target.add_(block)
         if work is not None:
             work.wait()
-        del wire, send, receive  # the sent bytes are not needed while the received ones are unpacked
+        del pack_memory, send, receive  # the sent bytes are not needed while the received ones are unpacked
         for unpack, accumulate in self._unpacks:
-            path = unpack.unpack(recv_memory, targets, accumulate).path
+            path = unpack.unpack(unpack_memory, targets, accumulate).path
         return path
 
     def _staging(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -159,7 +160,8 @@ class Executor:
     Attributes:
         has_grad: whether a tensor of the plan may have a gradient.
         device: kind of device that the plan is for, ``cpu`` or ``cuda``.
-        is_compared: whether ranks compare each call of the plan, as one of them lacks tensors, and may guess wrongly.
+        compares_calls: whether ranks compare each call of the plan, as one of them lacks tensors, and may guess
+        wrongly.
     """
 
     def __init__(
@@ -168,11 +170,12 @@ class Executor:
         group, ranks, position = participants
         self.items, self.grad, self.bucket_bytes = tuple(items), grad, bucket_bytes
         self.has_grad = any(item.has_grad for item in items)
-        self.is_compared = False
+        self.compares_calls = False
         self._group = None if group is None else weakref.ref(group)  # plans are cached by their group
-        self.device = "cpu" if group is not None and backend.cuda_backend(group) in ("", "gloo") else "cuda"
+        has_nccl = group is None or backend.cuda_backend(group) not in ("", "gloo")  # "": no backend for CUDA tensors
+        self.device = "cuda" if has_nccl else "cpu"
         self.transfers = plan = plan_transfers(items, ranks, position, bucket_bytes, every_replica=sums)
-        sources = [item.source.local_shape(ranks[position]) or () for item in self.items]
+        source_shapes = [item.source.local_shape(ranks[position]) or () for item in self.items]
         shapes = [item.target.local_shape(ranks[position]) for item in self.items]
         shapes = [(0,) if shape is None else shape for shape in shapes]
         # Shape, strides and dtype of every new result, and whether its memory needs no zeros.
@@ -181,8 +184,8 @@ class Executor:
             for i, (shape, is_complete) in enumerate(zip(shapes, plan.complete, strict=True))
         ]
         # The cache is thread-safe, and does not refer to the executor: without a circle plans are freed at once.
-        strides = [stride for _, stride, _, _ in self._results]
-        self._prepared = lru_cache(_PREPARED)(partial(_prepared_steps, plan, sources, strides))
+        result_strides = [stride for _, stride, _, _ in self._results]
+        self._prepared = lru_cache(_PREPARED)(partial(_prepared_steps, plan, source_shapes, result_strides))
 
     @cached_property
     def digest(self) -> bytes:
@@ -265,7 +268,7 @@ class Executor:
                 if x.data_ptr() != target.data_ptr():
                     x.copy_(target)
                     copied += 2 * x.nbytes
-        # Sums over several buckets were made in fp32 or wider; see ``TransferPlan.arrives``.
+        # Sums over several buckets were made in fp32 or wider, in new results alone; see ``TransferPlan.arrives``.
         for i in self.transfers.accumulated:
             if targets[i].dtype is not self.items[i].result:
                 copied += targets[i].nbytes
@@ -320,7 +323,7 @@ def _prepared_steps(
     uneven = [i for i, (stride, _) in enumerate(before) if not _has_dense_rows(source_shapes[i], stride)]
     sources = [contiguous_stride(source_shapes[i]) if i in uneven else stride for i, (stride, _) in enumerate(before)]
     targets = result_strides if after is None else [stride for stride, _ in after]
-    strides = (  # for the plan's index space, in which boxes are dense
+    strides = (  # in the plan's index space, which has two dims for a strided one, so that boxes are dense
         tuple(item.source.strides_of(stride) for item, stride in zip(plan.items, sources, strict=True)),
         tuple(item.target.strides_of(stride) for item, stride in zip(plan.items, targets, strict=True)),
     )

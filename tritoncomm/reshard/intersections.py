@@ -1,7 +1,7 @@
 """Intersections of boxes with many others, found by a sorted index, and the parts into which blocks are cut."""
 
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,9 +64,11 @@ class BoxIndex:
         # Candidates are listed along the dim with the fewest of them; pairs that are apart along another dim are
         # dropped.
         sides = zip(self._sorted, self.candidates(start, size), strict=True)
-        (order, _, _), (first, counts) = min(sides, key=lambda side: int(side[1][1].sum()))
+        (order, _, _), (first, counts) = min(sides, key=_number_of_pairs)
+        # Each box meets ``counts`` boxes of ``order`` from ``first`` on, so far as this dim tells.
         one = np.repeat(np.arange(len(start)), counts)
-        other = order[np.arange(len(one)) - np.repeat(np.cumsum(counts) - counts - first, counts)]
+        place_in_run = np.arange(len(one)) - np.repeat(np.cumsum(counts) - counts, counts)
+        other = order[np.repeat(first, counts) + place_in_run]
         low = np.maximum(start[one], self._start[other])
         extent = np.minimum((start + size)[one], self._end[other]) - low
         meets = np.nonzero((extent > 0).all(1))[0]
@@ -97,3 +99,9 @@ def split_into_parts(start: Array, size: Array, parts: int) -> tuple[Array, Arra
     first, end = first_of_part(volume, parts, part), first_of_part(volume, parts, part + 1)
     piece, low, extent = range_boxes(size[:, block], first, end)
     return block[piece], part[piece], start[:, block[piece]] + low, extent
+
+
+def _number_of_pairs(side: tuple[Any, tuple[Array, Array]]) -> int:
+    """Return the pairs of boxes that may meet along a dim; see ``BoxIndex.candidates``."""
+    _, (_, counts) = side
+    return int(counts.sum())

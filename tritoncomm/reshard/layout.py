@@ -75,7 +75,8 @@ class Layout:
         *,
         is_tiling: bool = False,
     ) -> None:
-        # ``owner`` is ``[boxes]``; ``start``, ``size`` and ``at`` are ``[boxes, dims]``, ``local`` ``[ranks, dims]``.
+        # The place of each box's owner in ``ranks``, ``[boxes]``; its first index, its extent and its first index in
+        # the owner's local tensor, ``[boxes, dims]``. The shapes of the local tensors, ``[ranks, dims]``.
         shape = tuple(shape)
         filled = np.nonzero(size.all(1))[0]  # empty boxes would be replicas of each other
         chosen = filled[np.argsort(owner[filled], kind="stable")]
@@ -103,15 +104,10 @@ class Layout:
         places: tuple[Array, Array] | None, is_tiling: bool,
     ) -> None:  # fmt: skip
         """Set the attributes. ``places``: position of every box, and shape of every rank's local tensor."""
-        self.shape, self.step, self.holders, self.start, self.size, self._places = (
-            shape,
-            step,
-            holders,
-            start,
-            size,
-            places,
-        )
-        self.elements, self._problem = math.prod(shape), "" if is_tiling else None
+        self.shape, self.step, self.holders = shape, step, holders
+        self.start, self.size, self._places = start, size, places
+        self.elements = math.prod(shape)
+        self._problem = "" if is_tiling else None  # "": there is none; None: nobody has looked
         # Digests are compared instead of arrays, which have an entry per box: every call looks its layouts up.
         state = hashlib.blake2b(repr((shape, step)).encode() + holders.digest, digest_size=16)
         for array in (start, size, *(places or ())):
@@ -358,10 +354,11 @@ class Layout:
         if any(step > 1 for step in self.step):
             return self.in_rows(self.step).problem
         met = self.index.meeting(self.start, self.size)
-        overlaps = np.nonzero(met.one < met.other)[0]
+        overlaps = np.nonzero(met.one < met.other)[0]  # each pair once, and no region with itself
         if len(overlaps):
             earliest = overlaps[np.lexsort((met.other[overlaps], met.one[overlaps]))[0]]
-            boxes = self.holders.order[self.holders.first[[met.one[earliest], met.other[earliest]]]]
+            regions = [met.one[earliest], met.other[earliest]]
+            boxes = self.holders.order[self.holders.first[regions]]  # the first box of each
             first, other = (
                 f"{_text(start, size)} of rank {self.ranks[owner]}"
                 for owner, start, size in zip(*self.boxes(boxes)[:3], strict=True)
@@ -439,10 +436,11 @@ class FlatLayout(Layout):
         place = np.cumsum(high - low) - (high - low) - (np.cumsum(local) - local)[owner]
         extent = np.repeat(np.array(shape, np.int64)[:, None], len(low), 1)
         index, start, size = range_boxes(extent, low, high)
-        # A local tensor has the strides of the global one, and its range begins so many elements later or earlier.
+        # A local tensor has the strides of the global one, and its range begins ``shift`` elements later or earlier: so
+        # many indices of the last dim, if there is one.
         self._strides = np.array(contiguous_stride(shape), np.int64)
-        at = start.copy()
-        at[-1:] += (place - low)[index]
+        shift, at = place - low, start.copy()
+        at[-1:] += shift[index]
         # Ranges that follow each other, equal ones taken once, tile the tensor: no box need be compared with another.
         ranges = np.stack([low, high], 1)[high > low]
         lows, highs = ranges[distinct_rows(ranges)[0]].T
@@ -506,16 +504,16 @@ def _splitting_order(shape: Ints, mesh: Ints, placements: tuple[_Placement, ...]
     """Return the sharding axes of a mesh in the order in which they split a tensor."""
     # Axes split from left to right, but an axis with a strided shard splits after the axes of the same dim right of it.
     order: list[int] = []
-    # From right to left: a strided shard has to know how many shards the axes right of it make.
+    # From right to left: a strided shard has to know how many shards the axes right of it make of its dim.
     for axis, placement in reversed(list(enumerate(placements))):
         if placement is None:
             continue
         dim, factor = placement
-        after = [other for other in order if placements[other][0] == dim]  # type: ignore[index]
+        right_of_it = [other for other in order if placements[other][0] == dim]  # type: ignore[index]
         if factor == 1:
             order.insert(0, axis)
             continue
-        split = math.prod(mesh[other] for other in after)
+        split = math.prod(mesh[other] for other in right_of_it)
         if factor != split or shape[dim] % (split * mesh[axis]):
             raise UnsupportedError(
                 f"Layout: a strided shard of dim {dim} with split factor {factor} on axis {axis} of a mesh "

@@ -22,6 +22,7 @@ Sides = Mapping[str, tuple[Layout, Layout]]
 _DTYPES = sorted(
     {x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=lambda x: (x != torch.float32, str(x))
 )
+_ANY_SOURCE = 2  # a source of the first dtype
 _NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}
 _SHOWN = 3  # names of an error
 
@@ -61,16 +62,19 @@ class Kinds:
             if item is None:  # a tensor that does not move has no part on a rank that lacks it, so any dtype will do
                 if sides[key][0] != sides[key][1]:
                     return None
-                sources.append(source or 2)
+                sources.append(source or _ANY_SOURCE)
                 results.append(result or sources[-1] // 2)
                 continue
-            its = 2 * _NUMBERS[item.dtype] + item.has_grad
-            its_result = _NUMBERS[item.result]
-            result = result or (0 if self.has_outs else its // 2)
-            if (item.source, item.target) != sides[key] or source not in (0, its) or result not in (0, its_result):
+            # Of a source twice its dtype's number, and one more if it requires grad; of a result the number; 0:
+            # unknown.
+            plan_source, plan_result = 2 * _NUMBERS[item.dtype] + item.has_grad, _NUMBERS[item.result]
+            if not result and not self.has_outs:
+                result = plan_source // 2
+            is_same = (item.source, item.target) == sides[key]
+            if not is_same or source not in (0, plan_source) or result not in (0, plan_result):
                 return None
-            sources.append(its)
-            results.append(its_result)
+            sources.append(plan_source)
+            results.append(plan_result)
         return None if items else Kinds(self.names, tuple(sources), tuple(results), has_outs=False)
 
     def shared(self, participants: Participants, name: str) -> "Kinds":
@@ -115,11 +119,12 @@ def kinds_of(name: str, tensors: Any, source: Any, dtype: Any, out: Any) -> Kind
     records = out is None and torch.is_grad_enabled()
     outs = {} if out is None else named(out, name)
     dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(names, dtype)
+    results = [dtypes[key] if dtypes.get(key) is not None else outs.get(key) for key in names]
     return Kinds(
         names,
-        tuple([_number(by_name.get(key), records) for key in names]),
-        tuple([_number(dtypes[key] if dtypes.get(key) is not None else outs.get(key)) // 2 for key in names]),
-        out is not None,
+        sources=tuple([_number(by_name.get(key), records) for key in names]),
+        results=tuple([_number(result) // 2 for result in results]),  # without the bit of a gradient
+        has_outs=out is not None,
     )
 
 

@@ -104,12 +104,13 @@ class OwnedExchange:
     ) -> None:
         participants = participants_of(group, "exchange_owned")
         group = participants.group
-        self._group = (lambda: None) if group is None else weakref.ref(group)  # as plans have it
+        self._group = (lambda: None) if group is None else weakref.ref(group)  # a program may destroy it
         self._has_agreed = False
         with refusing(participants, "exchange_owned"):
             layouts, full = _layouts(tensors, owners, source)
         options: dict[str, Any] = {"group": group, "bucket_bytes": bucket_bytes}
         self._dtypes = {name: x.dtype for name, x in tensors.items()}
+        # What shards go back to: a DTensor's own mesh and placements, so that it returns as a DTensor, or a layout.
         home = {name: (x.device_mesh, x.placements) if is_dtensor(x) else layouts[name] for name, x in tensors.items()}
         self.owned = [name for name in tensors if owners[name] == dist.get_rank()]
         self.shapes = {name: layout.shape for name, layout in layouts.items()}
@@ -138,8 +139,8 @@ class OwnedExchange:
             ShapeError: other names than this rank owns, or a tensor of another shape.
             ArgumentError: a tensor of another dtype, or no tensor.
             MismatchError: another rank has raised, in the first call of this exchange; with ``TRITONCOMM_CHECK=1`` in
-                any. In later calls the ranks would wait for one that raises, as comparing would let the host wait for
-                the device in every step.
+                any. Otherwise later calls compare nothing, which would let the host wait for the device in every step:
+                if one rank raises there, the others wait for it until the group's timeout.
         """
         with self._telling():
             self._check(full)
@@ -162,8 +163,8 @@ class OwnedExchange:
 
         Raises:
             ArgumentError: ``compute`` has changed the caller's memory in place.
-            CommError: ``distribute`` refuses a result of ``compute``. Ranks that own other tensors raise in the same
-                calls, for this as for an exception of ``compute``.
+            CommError: ``distribute`` refuses a result of ``compute``. After this, as after an exception of ``compute``,
+                the other ranks raise in the calls in which they would raise for ``distribute``.
         """
         device, results = next((x.device for x in tensors.values()), torch.device("cpu")), {}
         full = self.collect(tensors)
@@ -232,6 +233,7 @@ def exchange_owned(
         CommError: as ``OwnedExchange``; a tensor without data.
     """
     exchange = OwnedExchange(tensors, owners, source, group=group, bucket_bytes=bucket_bytes)
-    for name, x in tensors.items():  # a rank without anything to send would wait for the others
+    # Before anything is sent, as the others would wait for a rank that raises there.
+    for name, x in tensors.items():
         check_data(local_of(x), f"exchange_owned: {name}")
     return exchange(tensors, compute)

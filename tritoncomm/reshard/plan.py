@@ -263,10 +263,10 @@ class TransferPlan:
     def bytes_copied(self) -> int:
         """Bytes that this rank's packs, unpacks and direct copies read plus write, all buckets together."""
         # Bytes of an element before, on the wire, and where it arrives; the last twice where a bucket adds to it.
-        sizes = [
-            (item.dtype.itemsize, item.carried.itemsize, self.arrives(i).itemsize * (1 + (i in self.accumulated)))
-            for i, item in enumerate(self.items)
-        ]
+        sizes = []
+        for i, item in enumerate(self.items):
+            accesses = 2 if i in self.accumulated else 1
+            sizes.append((item.dtype.itemsize, item.carried.itemsize, accesses * self.arrives(i).itemsize))
         before, carried, after = np.array(sizes, np.int64).reshape(-1, 3).T
         copied = 0
         for bucket in self.buckets:
@@ -274,6 +274,8 @@ class TransferPlan:
             if self.sums:  # an element whose addends arrive in several blocks is written once
                 _, *pieces = cut_at_edges(*unpacked)
                 unpacked = distinct_blocks(*pieces)[:3]
+            # Blocks that are sent are read and written to the wire; staged ones are also read there; blocks that arrive
+            # are read. Direct ones are read and written, and what is unpacked is written.
             for tensor, size, itemsizes in (
                 (bucket.send.tensor, bucket.send.size, before + carried),
                 (bucket.staged.tensor, bucket.staged.size, before + 2 * carried),
@@ -324,9 +326,7 @@ class TransferPlan:
     @cached_property
     def bucket_launches(self) -> tuple[int, ...]:
         """Number of kernel launches of every bucket: of its pack, its unpack and its direct copies."""
-        # One for all tensors whose dtype stays, and one for each pair of dtypes that is cast. Sums of one pair of
-        # dtypes are in the launch of the copies, sums of another pair take one each. Sums over several buckets take one
-        # more in each bucket.
+        # One for all tensors whose dtype stays, and one for each pair of dtypes that is cast.
         launches = []
         for bucket in self.buckets:
             packed = [self.items[i] for i in {*bucket.send.tensor.tolist(), *bucket.staged.tensor.tolist()}]
@@ -352,11 +352,14 @@ class TransferPlan:
             adds = i in self.accumulated
             is_copy = dtypes[0] is dtypes[1] and not is_sum and not adds
             kinds.setdefault((adds, is_sum), set()).add(None if is_copy else dtypes)
-        # Sums take the launch of the casts of their dtypes, or of the plain copies, if there is one.
+        # Sums take the launch of the casts of their dtypes. Those of one pair that has none take that of plain copies.
         launches = 0
         for adds in (False, True):
             others, sums = kinds.get((adds, False), set()), kinds.get((adds, True), set())
-            launches += len(others) + max(0, len(sums - others) - (None in others))
+            alone = len(sums - others)
+            if alone and None in others:
+                alone -= 1
+            launches += len(others) + alone
         return launches
 
     def summands(self, bucket: Bucket) -> tuple[Array, Array, Array]:

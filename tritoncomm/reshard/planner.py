@@ -33,6 +33,7 @@ Copying few bytes twice takes less time than a launch, which direct copies need.
 _SMALL_GROUP = 256  # ranks of which every one is a class of its own
 _MOST_CLASSES = 4096
 _MOST_RANKS = 8192  # that are classes of their own; more take several per class
+_NO_WIRE: Array = np.empty(0, np.int64)  # of staying blocks that are copied directly
 _UNEVEN = 1.5
 """Times that a class may count the bytes of its largest rank until its ranks are counted one by one."""
 _AllRoutes = dict[tuple[Layout, Layout], Routes]
@@ -83,17 +84,17 @@ def _in_rows(item: Item) -> Item:
 def _interleaved(items: Sequence[Item]) -> list[int]:
     """Order tensors so that the ranks of all pipeline stages send at the same time; return their indices."""
     # The layers of a stage lie on the ranks of that stage, so in the order of the layers one stage after the other
-    # would send. The tensors of each set of ranks are spread evenly over the order by their bytes: each goes to its
-    # middle.
+    # would send. The tensors of each set of ranks are spread evenly over the order by their bytes: a tensor's place is
+    # the fraction of the bytes of its set that lie before its middle.
     totals: dict[tuple[Members, Members], int] = {}
-    middles = []
+    twice_middles = []
     for item in items:
         key = item.source.holders.members, item.target.holders.members
         nbytes = math.prod(item.source.shape) * item.carried.itemsize
-        middles.append((key, 2 * totals.get(key, 0) + nbytes))
+        twice_middles.append((key, 2 * totals.get(key, 0) + nbytes))
         totals[key] = totals.get(key, 0) + nbytes
     # Fractions compare exactly, so every rank gets the same order.
-    places = [Fraction(middle, max(totals[key], 1)) for key, middle in middles]
+    places = [Fraction(twice_middle, max(totals[key], 1)) for key, twice_middle in twice_middles]
     return sorted(range(len(items)), key=lambda index: (places[index], index))
 
 
@@ -114,7 +115,7 @@ def _all_routes(items: Sequence[Item], ranks: Sequence[int], every_replica: bool
 
 
 def _classes(items: Sequence[Item], routes: _AllRoutes, world: int) -> Classes:
-    """Return the classes of a group, whose ranks count as the one of them that sends, or receives, most of a tensor."""
+    """Return the classes of a group: each rank of a class counts the most that one of them sends, or receives."""
     # In a small group every rank is a class. In a large one a class has the ranks that are in the same layouts. Its
     # bytes are bounds, which take no look at pairs of ranks.
     if world <= _SMALL_GROUP:
@@ -130,9 +131,11 @@ def _classes(items: Sequence[Item], routes: _AllRoutes, world: int) -> Classes:
     for places in sets.values():
         common = _refined(common, places, np.zeros_like(places))
     ranks = np.arange(world)
-    single = _refined(common, ranks, ranks // -(-world // _MOST_RANKS))  # neighbours in a buffer hold the same tensors
-    # Ranks that divide a buffer hold different tensors: a class of them would count all of these for each.
-    senders, receivers = (single if _is_uneven(held, common) else common for held in sides)
+    # Ranks that divide a buffer hold different tensors: a class of them would count all of these for each. So each rank
+    # is a class, or in very large groups a few neighbours, which hold the same tensors in a buffer.
+    ranks_per_class = -(-world // _MOST_RANKS)
+    by_neighbours = _refined(common, ranks, ranks // ranks_per_class)
+    senders, receivers = (by_neighbours if _is_uneven(held, common) else common for held in sides)
     # Replicas that serve different bytes are in different classes, unless there would be too many of these.
     for holders, places in {each.source.holders: each.places[0] for each in routes.values() if each.has_table}.items():
         finer = _refined(senders, places[holders.owner], holders.nth)
@@ -182,12 +185,12 @@ class _Planner:
         self.routes = _all_routes(items, ranks, every_replica)
         self.classes = _classes(items, self.routes, self.world)
         self.loads: dict[Holders, Array] = {}  # bytes that every replica of a region sends
-        self.own: dict[Routes, Requests] = {}  # that this rank receives, and may have to send
+        self.own: dict[Routes, Requests] = {}  # requests of this rank, and those that it may have to serve
         self.blocks: dict[Routes, tuple[Array, Array]] = {}  # of routes without a table
         self.bounds: dict[Routes, Bounds] = {}  # of routes without a table that several tensors have
         self.uses = Counter(self.routes[item.source, item.target] for item in items)
         self.count = 0  # of buckets
-        # Bytes of a rank of every class in the last buckets, which are open, by number % _OPEN.
+        # Bytes of a rank of every class in the last _OPEN buckets, the open ones: bucket b has row ``b % _OPEN``.
         self.loaded = np.zeros((_OPEN, self.classes.count), np.int64)
         self.assigned: list[_Assigned] = []
         self.flat: list[Array] = []  # bucket, tensor, sender and receiver of this rank's blocks
@@ -226,7 +229,8 @@ class _Planner:
     def _parts(self, item: Item, load: Array, load_of: Callable[[int], Array]) -> int:
         """Return the number of parts into which a tensor has to be divided for each part to fit into a bucket.
 
-        ``load`` are the bytes per class of the undivided tensor; ``load_of`` returns the bytes of one of so many parts.
+        ``load`` are the bytes per class of the undivided tensor; ``load_of(n)`` returns those of the largest of n
+        parts.
         """
         parts, most = 1, item.source.elements
         while load.max() > self.limit:
@@ -290,12 +294,13 @@ class _Planner:
             box, ends = routes.served(requests, table)
         chosen = np.nonzero((ends == self.position).any(0))[0]
         low, box, target = requests.low[:, chosen], box[chosen], requests.target[chosen]
-        own, theirs = routes.source.boxes(box), routes.target.boxes(target)
+        source_box, target_box = routes.source.boxes(box), routes.target.boxes(target)
         boxes = np.zeros((3, self.dims, len(chosen)), np.int64)
         boxes[2] = 1
         first = self.dims - len(low)
-        boxes[0, first:] = low + (own.at - own.start).T
-        boxes[1, first:] = low + (theirs.at - theirs.start).T
+        # From an index of the global tensor to that of the local one: ``at`` is the box's start there.
+        boxes[0, first:] = low + (source_box.at - source_box.start).T
+        boxes[1, first:] = low + (target_box.at - target_box.start).T
         boxes[2, first:] = requests.size[:, chosen]
         result = ends[:, chosen], boxes
         if table is None:
@@ -304,7 +309,8 @@ class _Planner:
 
     def finish(self) -> TransferPlan:
         """Return the transfer plan of this rank: every bucket's blocks."""
-        is_quiet, count = not self.count, self.count or 1  # without messages one bucket has the staying blocks
+        is_quiet = not self.count  # no messages: one bucket has the staying blocks
+        count = self.count or 1
         flat = np.concatenate([np.empty((4, 0), np.int64), *self.flat], 1)
         boxes = np.concatenate([np.empty((3, self.dims, 0), np.int64), *self.boxes], 2)
         bucket, tensor, sender, receiver = flat
@@ -319,7 +325,7 @@ class _Planner:
         for number in range(count):
             here = staying[ends[number] : ends[number + 1]]
             source, target, size = boxes[:, :, here]
-            blocks = StayingBlocks(tensor[here], source, target, size, np.empty(0, np.int64))
+            blocks = StayingBlocks(tensor[here], source, target, size, _NO_WIRE)
             staged, nbytes, direct = self._staged(blocks, sent[number], received[number])
             buckets.append(Bucket(sent[number], received[number], staged, nbytes, direct, is_quiet))
         is_source, is_target = np.zeros((2, self.world), bool)
@@ -333,20 +339,21 @@ class _Planner:
 
     def _staged(self, blocks: StayingBlocks, sent: Side, received: Side) -> tuple[StayingBlocks, int, StayingBlocks]:
         """Divide a bucket's staying blocks; return the staged ones, their bytes, and the direct ones."""
-        nbytes = blocks.size.prod(0) * self.itemsizes[blocks.tensor] + (ALIGNMENT - 1) & -ALIGNMENT
-        # Few bytes are staged where the bucket has a pack and an unpack anyway.
+        nbytes = _aligned(blocks.size.prod(0) * self.itemsizes[blocks.tensor])
+        # Few bytes are staged, all or none of them, where the bucket has a pack and an unpack anyway.
         has_passes = self.every_replica or (sent.nbytes > 0 and received.nbytes > 0)
         is_staged = has_passes and nbytes.sum() <= min(_SMALL, self.limit)
-        chosen = np.arange(len(nbytes) if is_staged else 0)
+        chosen = np.arange(len(nbytes)) if is_staged else np.arange(0)
         if self.every_replica:
             pairs = (blocks.tensor, received.tensor), (blocks.target, received.start), (blocks.size, received.size)
             # Blocks that are summed with received ones have to be in the staging memory whatever their size.
             is_summed = has_overlap(*(np.concatenate(pair, -1) for pair in pairs))[: len(nbytes)]
             chosen = np.union1d(chosen, np.nonzero(is_summed)[0])
         ends = np.cumsum(nbytes[chosen])
-        rest = np.setdiff1d(np.arange(len(nbytes)), chosen)
-        staged = blocks.pick(chosen, ends - nbytes[chosen])
-        return staged, int(ends[-1]) if len(ends) else 0, blocks.pick(rest, blocks.wire)
+        staged = blocks.pick(chosen, wire=ends - nbytes[chosen])
+        staged_bytes = int(ends[-1]) if len(ends) else 0
+        not_staged = np.setdiff1d(np.arange(len(nbytes)), chosen)
+        return staged, staged_bytes, blocks.pick(not_staged, wire=_NO_WIRE)
 
     def _sides(
         self, start: Array, size: Array, bucket: Array, tensor: Array, peer: Array, is_chosen: NDArray[np.bool_],
@@ -370,17 +377,19 @@ class _Planner:
         # block.
         firsts, group = _runs(bucket, peer, tensor)
         exact = _totals_by(group, nbytes, len(firsts))
-        aligned = exact + (ALIGNMENT - 1) & -ALIGNMENT
+        aligned = _aligned(exact)
+        padding = aligned - exact
         # Bytes of all blocks before, and padding of all groups before.
-        wire = np.cumsum(nbytes) - nbytes + (np.cumsum(aligned - exact) - (aligned - exact))[group]
+        wire = (np.cumsum(nbytes) - nbytes) + (np.cumsum(padding) - padding)[group]
         # ``message``: groups of one peer in one bucket.
         starts, message = _runs(bucket[firsts], peer[firsts])
-        lengths, of_message = _totals_by(message, aligned, len(starts)), bucket[firsts][starts]
+        lengths = _totals_by(message, aligned, len(starts))
+        bucket_of_message = bucket[firsts][starts]
         # Offsets begin at 0 in every bucket, whose wire is memory of its own.
-        before = np.cumsum(_totals_by(of_message, lengths, count))
-        wire -= np.concatenate([np.zeros(1, np.int64), before])[bucket]
+        bucket_ends = np.cumsum(_totals_by(bucket_of_message, lengths, count))
+        wire -= np.concatenate([np.zeros(1, np.int64), bucket_ends])[bucket]
         numbers = np.arange(count + 1)
-        blocks, messages = np.searchsorted(bucket, numbers), np.searchsorted(of_message, numbers)
+        blocks, messages = np.searchsorted(bucket, numbers), np.searchsorted(bucket_of_message, numbers)
         peers = peer[firsts][starts]
         return [
             Side(tensor[a:b], start[:, a:b], size[:, a:b], wire[a:b], peers[c:d], lengths[c:d], self.world)
@@ -418,34 +427,49 @@ def _totals(
     world, routes = len(ranks), _all_routes(items, ranks, every_replica)
     loads = np.zeros((count, 2, world), np.int64)  # bytes that every rank sends and receives in every bucket
     lacking = np.zeros(world, np.int64)
-    messages: list[dict[int, Array]] = [{} for _ in range(count)]  # of every bucket, by the key of their routes
+    # Of every bucket the pairs of ranks that have a message, each as ``sender * world + receiver``. Whole tensors with
+    # the same routes have the same pairs, which are listed once; parts and tensors with a table have their own.
+    pairs_of_routes: list[dict[Routes, Array]] = [{} for _ in range(count)]
+    pairs_of_tensors: list[dict[int, Array]] = [{} for _ in range(count)]
     for index, table, buckets in assigned:
         item = items[index]
         tensor_routes, itemsize = routes[item.source, item.target], item.carried.itemsize
         (sender, receiver), volume = tensor_routes.remote(table)
         lacking += _totals_by(receiver, volume * itemsize, world)
-        # Whole tensors with the same routes have messages between the same ranks, so these are counted once, by a
-        # negative key. Other tensors are counted by their index.
         is_whole = table is None and len(buckets) == 1
-        key = -1 - id(tensor_routes) if is_whole else index
         for part, bucket in enumerate(buckets):
-            elements = first_of_part(volume, len(buckets), part + 1) - first_of_part(volume, len(buckets), part)
+            first, end = (first_of_part(volume, len(buckets), number) for number in (part, part + 1))
+            elements = end - first
             loads[bucket] += _load_of(sender, receiver, elements * itemsize, world, tensor_routes.is_single)
-            messages[bucket].setdefault(key, (sender * world + receiver)[elements > 0])
-    largest = loads.max((1, 2), initial=0)
+            pairs = (sender * world + receiver)[elements > 0]
+            if is_whole:
+                pairs_of_routes[bucket].setdefault(tensor_routes, pairs)
+            else:
+                pairs_of_tensors[bucket].setdefault(index, pairs)
+    pairs_of_buckets = [
+        [*of_routes.values(), *of_tensors.values()]
+        for of_routes, of_tensors in zip(pairs_of_routes, pairs_of_tensors, strict=True)
+    ]
+    largest_of_bucket = loads.max((1, 2), initial=0)
     bytes_sent, bytes_received = loads.sum(0)
     return Totals(
-        bytes_sent, bytes_received, lacking, _sent_messages(messages, world), int(largest.max()), int(largest.sum())
-    )
+        bytes_sent, bytes_received, lacking, _sent_messages(pairs_of_buckets, world),
+        int(largest_of_bucket.max()), int(largest_of_bucket.sum()),
+    )  # fmt: skip
 
 
-def _sent_messages(messages: Sequence[dict[int, Array]], world: int) -> Array:
-    """Count the messages that every rank sends, of the buckets' messages ``sender*world + receiver``, by any keys."""
+def _sent_messages(pairs_of_buckets: Sequence[Sequence[Array]], world: int) -> Array:
+    """Count the messages that every rank sends: one to each receiver in a bucket; pairs are as in ``_totals``."""
     counts, empty = np.zeros(world, np.int64), np.empty(0, np.int64)
-    for by_key in messages:
-        distinct = np.unique(np.concatenate([empty, *by_key.values()]))
+    for pairs in pairs_of_buckets:
+        distinct = np.unique(np.concatenate([empty, *pairs]))
         counts += np.bincount(distinct // world, minlength=world)
     return counts
+
+
+def _aligned(nbytes: Array) -> Array:
+    """Round bytes up to multiples of ``ALIGNMENT``."""
+    return nbytes + (ALIGNMENT - 1) & -ALIGNMENT
 
 
 def _totals_by(index: Array, nbytes: Array, count: int) -> Array:

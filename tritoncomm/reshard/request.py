@@ -153,10 +153,12 @@ def parse(
         x = torch.empty(0, dtype=value, device="meta") if is_dtype else value
         if not isinstance(x, Tensor):
             raise ArgumentError(f"{name}: {key} must be a tensor, not {type(x).__name__}")
-        local = like = local_of(x)
+        local = like = local_of(x)  # a result has the dtype of ``like``: the tensor of ``out``, else the source
         if out is not None:
-            absent = dtypes[key] or local.dtype, device
-            y = outs_by_name[key] if key in outs_by_name else kinds.result_of(key, *absent).view(target_shape or (0,))
+            if key in outs_by_name:
+                y = outs_by_name[key]
+            else:
+                y = kinds.result_of(key, dtypes[key] or local.dtype, device).view(target_shape or (0,))
             like = local_of(y)
             outs.append((y, like))
             if not isinstance(like, Tensor):
@@ -452,7 +454,7 @@ def executor_for(request: Request, lacks: bool = False, is_told: bool = False) -
         check_items(unchecked, ranks, name, request.grad)
     except CommError as problem:
         error = problem
-    if executor is not None and group is not None and not executor.is_compared:
+    if executor is not None and group is not None and not executor.compares_calls:
         plans.move_to_end(request.key)
         if error is not None:  # the other ranks compare no plans, and hear of the error in check mode alone
             _report(name, group, request.tensors, plan=f"refused: {error}", error=error)
@@ -474,7 +476,7 @@ def executor_for(request: Request, lacks: bool = False, is_told: bool = False) -
     if error is not None:
         raise error
     assert executor is not None
-    executor.is_compared |= lacked
+    executor.compares_calls |= lacked
     plans[request.key] = executor
     plans.move_to_end(request.key)
     if len(plans) > _PLANS:
@@ -514,7 +516,7 @@ def compare(
         lacks, is_told: as for ``executor_for``.
     """
     _report(name, group, tensors, plan="new", error=error)
-    if executor is None:
+    if executor is None:  # ``dict``: there is no plan to describe
         return agree(name, group, digest=None, error=error, describe=dict, names=names, lacks=lacks)
     items = {item.name: item for item in executor.items}
     options = {"bucket_bytes": str(executor.bucket_bytes), "grad": executor.grad}
@@ -563,7 +565,7 @@ def _report(name: str, group: ProcessGroup, tensors: Sequence[Tensor], plan: str
     try:
         # Check mode compares this with the calls of the other ranks, so that ranks with a cached plan raise, too. This
         # rank's own error is raised in place of that difference.
-        _range = record.begin(name, "reshard", group, list(tensors), (plan,))
+        _range = record.begin(name, "reshard", group, list(tensors), (plan,))  # a profiler's, until this function ends
         record.add(name, "view", bytes_copied=0, bytes_sent=0, started=record.now(), calls=0)  # ends this call
     except CommError:
         if error is not None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tritoncomm.reshard.boxes import Array, distinct_rows
+from tritoncomm.reshard.boxes import Array, Boxes, distinct_rows
 from tritoncomm.reshard.holders import Holders, pair_boxes_by_rank
 from tritoncomm.reshard.intersections import BoxIndex
 from tritoncomm.reshard.layout import Layout
@@ -98,15 +98,29 @@ class _Held(NamedTuple):
     """Pairs of a source box and a target box of one rank, one per region and target box, sorted by these.
 
     Attributes:
-        box, other: source box and target box of every pair.
+        source_box, target_box: of every pair.
         volume: number of elements that the two share; 0 if they do not meet.
         before: elements of the region before these; see ``_before``.
     """
 
-    box: Array
-    other: Array
+    source_box: Array
+    target_box: Array
     volume: Array
     before: Array
+
+
+class _Distinct(NamedTuple):
+    """Distinct values of the regions, and the index of every region's value."""
+
+    values: Array
+    index: Array
+
+
+class _Slots(NamedTuple):
+    """The most elements and the most requests in every slot: each ``[kinds of lines, most replicas]``."""
+
+    elements: Array
+    requests: Array
 
 
 class _Line(NamedTuple):
@@ -165,7 +179,7 @@ class Routes:
         """
         holders, replica = self.source.holders, requests.slot
         if table is not None:
-            replica = table[self._replicas[1][requests.region], replica]
+            replica = table[self._replicas.index[requests.region], replica]
         box = np.where(requests.own >= 0, requests.own, holders.order[holders.first[requests.region] + replica])
         owners = holders.owner[box], self.target.holders.owner[requests.target]
         return box, np.stack([place[owner] for place, owner in zip(self.places, owners, strict=True)])
@@ -209,7 +223,7 @@ class Routes:
         """Whether the slots of a region have different bytes, so that it matters which replica serves which slot."""
         if self.every_replica or self.source.holders.most <= 1:
             return False
-        return len(self._replicas[0]) > 1 or bool((self._slots[0] != self._slots[0][:, :1]).any())
+        return len(self._replicas.values) > 1 or bool((self._slots.elements != self._slots.elements[:, :1]).any())
 
     def table_of(self, loads: Array, itemsize: int) -> Array:
         """Assign the replicas with the least load so far to the slots with the most bytes; add these to the loads.
@@ -221,10 +235,12 @@ class Routes:
             The replica that serves each slot, for each number of replicas that regions have, ``[numbers, slots]``.
         """
         # The largest slot of all kinds of lines, as one table serves all regions.
-        weights = self._slots[0].max(0)
+        weights = self._slots.elements.max(0)
         heaviest, idlest = np.argsort(-weights, kind="stable"), np.argsort(loads, kind="stable")
-        table = np.tile(np.arange(len(loads)), (len(self._replicas[0]), 1))
-        for row, number in zip(table, self._replicas[0].tolist(), strict=True):
+        table = np.tile(np.arange(len(loads)), (len(self._replicas.values), 1))
+        # Of regions with that many replicas: the heaviest slot to the idlest of them, the next one to the next, and so
+        # on.
+        for row, number in zip(table, self._replicas.values.tolist(), strict=True):
             row[heaviest[heaviest < number]] = idlest[idlest < number]
         # The last row is of the largest number of replicas, so it has a slot for each of them.
         loads[table[-1]] += weights * itemsize
@@ -241,30 +257,33 @@ class Routes:
 
         needed, asked = self._needed
         if self.is_single and table is None and not self.every_replica:
-            # Ranks that have the same region and are in one layout only are alike.
+            # Ranks that have the same region and are in one layout only are alike. As senders they serve slot 0, the
+            # one that a line has here.
             of, region = classes.regions(0, source, self.places[0])
-            add(of, *(each[self._kinds[1][region], 0] for each in self._slots))  # slot 0 of the region's kind of line
+            kind = self._kinds.index[region]
+            add(of, self._slots.elements[kind, 0], self._slots.requests[kind, 0])
             of, region = classes.regions(1, target, self.places[1])
             is_source = np.zeros(classes.count, bool)
             is_source[classes.of[1][self.places[0]]] = True
             apart = ~is_source[of]  # they hold nothing of what they need; the others follow, less what stays
             add(of[apart], needed[region[apart]], asked[region[apart]])
-            region = target.region[held.other]
-            add(classes.of[1][self.places[1][held.other]], needed[region] - held.volume, asked[region])
+            region = target.region[held.target_box]
+            add(classes.of[1][self.places[1][held.target_box]], needed[region] - held.volume, asked[region])
             return result
         # By source box: the elements that it sends and the requests that it answers, less the elements that stay.
         if self.every_replica:
             served, answers = self._line.length[source.region], self._line.requests[source.region]
-            np.subtract.at(served, held.box, held.volume)
+            np.subtract.at(served, held.source_box, held.volume)
         else:
             slot = source.nth
             if table is not None:
                 # The inverse of the table: from replicas to slots.
-                slot = np.argsort(table, 1)[self._replicas[1][source.region], slot]
-            served, answers = (each[self._kinds[1][source.region], slot] for each in self._slots)
+                slot = np.argsort(table, 1)[self._replicas.index[source.region], slot]
+            kind = self._kinds.index[source.region]
+            served, answers = self._slots.elements[kind, slot], self._slots.requests[kind, slot]
         # By target box: the elements that it needs and the requests for them.
         needed, asked = needed[target.region], asked[target.region]
-        np.subtract.at(needed, held.other, held.volume)
+        np.subtract.at(needed, held.target_box, held.volume)
         for side, holders, values in ((0, source, (served, answers)), (1, target, (needed, asked))):
             of_ranks = (np.bincount(holders.owner, each, len(self.places[side])).astype(np.int64) for each in values)
             add(classes.of[side][self.places[side]], *of_ranks)
@@ -290,20 +309,14 @@ class Routes:
         if self.is_single:
             return self._held_by_rank()
         source, target = self.source.holders, self.target.holders
-        # The rank is one more dim, so that boxes of different ranks do not meet. ``label`` is the place of a source
-        # box's rank in the target layout, -1 without one.
+        # The rank becomes one more dim of the boxes, the first one, so that boxes of different ranks do not meet.
+        # ``label`` is the place of a source box's rank in the target layout, -1 without one.
         label = target.members.places_of(source.members.ids)[source.owner]
         is_both = np.zeros(len(target.members.ids), bool)
         is_both[label[label >= 0]] = True
         source_box, target_box = np.nonzero(label >= 0)[0], np.nonzero(is_both[target.owner])[0]
-        labelled = [
-            (np.insert(start, 0, rank, 1), np.insert(size, 0, 1, 1))
-            for rank, (_, start, size, _) in (
-                (label[source_box], self.source.boxes(source_box)),
-                (target.owner[target_box], self.target.boxes(target_box)),
-            )
-        ]
-        met = BoxIndex(*labelled[1]).meeting(*labelled[0])
+        sources, targets = self.source.boxes(source_box), self.target.boxes(target_box)
+        met = BoxIndex(*_with_rank(targets, target.owner[target_box])).meeting(*_with_rank(sources, label[source_box]))
         source_box, target_box, low, size = source_box[met.one], target_box[met.other], met.low[1:], met.size[1:]
         region = source.region[source_box]
         order = np.lexsort((source_box, target_box, region))
@@ -329,15 +342,14 @@ class Routes:
     def _line(self) -> _Line:
         """Line of every source region."""
         source, counts = self.source, self.target.holders.counts
-        length, most, meets, is_even = (
-            _covered(source, self.target, counts_replicas=True),
-            *_meetings(source, self.target),
-        )
-        # As if every element were requested by as many ranks as the most wanted one.
-        span, requests = counts.max(initial=0) * source.size.prod(1), counts.max(initial=0) * meets
+        length = _covered(source, self.target, counts_replicas=True)
+        most, meets, is_even = _meetings(source, self.target)
+        # Upper bounds: as if every element were requested by as many ranks as the most wanted one.
+        most_wanted = counts.max(initial=0)
+        span, requests = most_wanted * source.size.prod(1), most_wanted * meets
         if not self.every_replica:
             for total in (length, span):
-                np.subtract.at(total, source.holders.region[self._held.box], self._held.volume)
+                np.subtract.at(total, source.holders.region[self._held.source_box], self._held.volume)
         most = np.maximum(most, 1)
         is_even = is_even & (length == span)
         if "overlap" in self.target.problem:  # requests lie over each other on the line
@@ -347,22 +359,22 @@ class Routes:
         return _Line(length, np.maximum(span, 1), most, requests, is_even, slots)
 
     @cached_property
-    def _replicas(self) -> tuple[Array, Array]:
-        """Distinct numbers of replicas of a region, ascending; and the one that each region has."""
-        return np.unique(self.source.holders.counts, return_inverse=True)
+    def _replicas(self) -> _Distinct:
+        """Distinct numbers of replicas of the regions, ascending."""
+        return _Distinct(*np.unique(self.source.holders.counts, return_inverse=True))
 
     @cached_property
-    def _kinds(self) -> tuple[Array, Array]:
-        """Fields of the distinct lines, ``[kinds, fields]``; and the kind of every region's line."""
+    def _kinds(self) -> _Distinct:
+        """Distinct lines of the regions, ``[kinds, fields]``."""
         rows = np.stack([*(each.astype(np.int64) for each in self._line)], 1)
         first, kind = distinct_rows(rows)
-        return rows[first], kind
+        return _Distinct(rows[first], kind)
 
     @cached_property
-    def _slots(self) -> tuple[Array, Array]:
-        """Elements and number of the requests in every slot, at most: each ``[kinds of lines, most replicas]``."""
+    def _slots(self) -> _Slots:
+        """Slots of every kind of line."""
         # The fields of ``_Line`` by name, one row per kind of line; columns are slots.
-        length, span, most, requests, is_even, slots = (each[:, None] for each in self._kinds[0].T)
+        length, span, most, requests, is_even, slots = (each[:, None] for each in self._kinds.values.T)
         slot = np.arange(self.source.holders.most + 1)
         # Request j of n equal ones is in slot (2j + 1) * slots // 2n.
         firsts = np.clip(-(-(2 * requests * slot - slots) // (2 * slots)), 0, requests)
@@ -371,7 +383,7 @@ class Routes:
         bound = length if "overlap" in self.target.problem else np.minimum(length, span // slots + 1 + most)
         is_slot = slot[:-1] < slots
         elements = np.where(is_even > 0, exact * most, bound) * is_slot
-        return elements, np.where(is_even > 0, exact, requests) * is_slot
+        return _Slots(elements, np.where(is_even > 0, exact, requests) * is_slot)
 
     def _for_regions(self, region: Array) -> Requests:
         """Return the requests for some source regions, of all ranks."""
@@ -380,7 +392,7 @@ class Routes:
         return self._requests(region[met.one][index], boxes, met.low[:, index], met.size[:, index])
 
     def _requests(self, region: Array, target: Array, low: Array, size: Array) -> Requests:
-        """Complete and sort some requests: find the receiver's own box with the elements of each, and its slot."""
+        """Sort some requests, and find for each the receiver's own box with its elements, and its slot."""
         order = np.lexsort((target, region))
         region, target, low, size = region[order], target[order], low[:, order], size[:, order]
         holders, receivers = self.source.holders, self.target.holders
@@ -389,37 +401,37 @@ class Routes:
             region, target, low, size = region[index], target[index], low[:, index], size[:, index]
             stays = self.places[0][holders.owner[box]] == self.places[1][receivers.owner[target]]
             return Requests(region, target, low, size, np.where(stays, box, -1), holders.nth[box])
-        box, boxes = self._held.box, len(receivers.owner)
+        box, num_targets = self._held.source_box, len(receivers.owner)
         # Region and target box as one number. ``_held`` is sorted by it, so a search finds the receiver's own box.
-        held, key = holders.region[box] * boxes + self._held.other, region * boxes + target
-        nearest = np.searchsorted(held, key)
+        held_key, key = holders.region[box] * num_targets + self._held.target_box, region * num_targets + target
+        nearest = np.searchsorted(held_key, key)
         own = np.full(len(key), -1)
-        found = np.nonzero(nearest < len(held))[0]
-        found = found[held[nearest[found]] == key[found]]
+        found = np.nonzero(nearest < len(held_key))[0]
+        found = found[held_key[nearest[found]] == key[found]]
         own[found] = box[nearest[found]]
         slot = self._slot_of(region, target, low, size) if self.has_choice else np.zeros_like(region)
         return Requests(region, target, low, size, own, slot)
 
     def _slot_of(self, region: Array, target: Array, low: Array, size: Array) -> Array:
-        """Return the slot that the middle of each request lies in; see the module."""
-        # A place on the line is ``copies`` times the elements before the request, and its ``volume`` for each earlier
-        # request of the same elements. Requests of ranks that hold the region are taken out: their elements on the line
-        # before the request are subtracted.
+        """Return the slot of each request: the one of equal pieces of its region's line that its middle lies in."""
+        # A place on the line is ``copies`` times the elements before the request, plus ``nth`` times its volume, where
+        # it is the nth request of the same elements. Requests of ranks that hold the region are taken out: their
+        # elements on the line before the request are subtracted.
         held, nth = self._held, self.target.holders.nth
-        regions = self.source.holders.region[held.box]
+        regions = self.source.holders.region[held.source_box]
         copies, slots = self.target.holders.most, self._line.slots
         # Larger numbers than an int64 has are rounded, on all ranks in the same way.
         reach = 4.0 * self.source.elements * copies * slots.max(initial=1)
         number = np.int64 if reach < 2**62 else np.float64
         base = np.cumsum(self.source.size.prod(1), dtype=number) * copies
         base -= self.source.size.prod(1) * copies
-        taken = base[regions] + held.before.astype(number) * copies + held.volume * nth[held.other]
+        taken = base[regions] + held.before.astype(number) * copies + held.volume * nth[held.target_box]
         order = np.argsort(taken, kind="stable")
         taken, before = taken[order], np.concatenate([np.zeros(1, np.int64), np.cumsum(held.volume[order])])
         volume = size.prod(0)
         place = self._before(region, low, size).astype(number) * copies + volume * nth[target]
-        ends = (np.searchsorted(taken, each) for each in (base[region] + place, base[region]))
-        place = place - np.subtract(*(before[each] for each in ends))
+        end, start = (before[np.searchsorted(taken, each)] for each in (base[region] + place, base[region]))
+        place = place - (end - start)
         # Not the simpler rule, replica = receiver modulo replicas. Llama's busiest sender is equal under both. The
         # busiest sender of DeepSeek's dense weights carries 1.47 to 2.68 times more bytes under the simpler rule
         # (measured).
@@ -437,6 +449,11 @@ class Routes:
         return before
 
 
+def _with_rank(boxes: Boxes, rank: Array) -> tuple[Array, Array]:
+    """Return start and size of boxes with their ranks as first dim."""
+    return np.insert(boxes.start, 0, rank, 1), np.insert(boxes.size, 0, 1, 1)
+
+
 def _covered(layout: Layout, others: Layout, counts_replicas: bool) -> Array:
     """Return the number of elements that each region of a layout shares with other regions.
 
@@ -450,14 +467,15 @@ def _covered(layout: Layout, others: Layout, counts_replicas: bool) -> Array:
 
 
 def _meetings(layout: Layout, others: Layout) -> tuple[Array, Array, NDArray[np.bool_]]:
-    """Compare each region of a layout with the other regions, dim by dim.
+    """Compare each region of a layout with the others' regions, dim by dim.
 
     Returns:
         For every region: the most elements that it shares with another one; the number of regions that it meets; and
         whether it shares equally many with all of them. The first two are upper bounds where regions are no grid.
     """
-    # A grid has as many cells as the product over its dims. The boxes of ranges share few intervals with each other, so
-    # that the product would count combinations that none of them is; there the dim in which the fewest meet decides.
+    # The number of regions that meet: of a grid the product over the dims of the intervals that meet. Where regions are
+    # no grid, some combinations of intervals are no region. But those that meet do so in every dim: at most as many as
+    # in the dim with the fewest.
     most, counts = np.ones((2, len(layout.start)), np.int64)
     fewest = np.full(len(layout.start), len(others.start))
     is_even = np.ones(len(layout.start), bool)
@@ -492,15 +510,17 @@ def _overlaps(
     if (ends[:-1] > lows[1:]).any():
         return np.minimum(extent, extents.max()), number, weight_sum, np.zeros(len(intervals), bool)
     # Those met are neighbours: the first and the last in part, the ones between them whole.
-    lows, ends, extents = (np.append(each, [0, 0]) for each in (lows, ends, extents))  # so that a stop is an index
+    # ``reduceat`` refuses a stop that is no index, so two more entries are appended, which nothing reads.
+    lows, ends, extents = (np.append(each, [0, 0]) for each in (lows, ends, extents))
     ends_met = np.stack([first, np.maximum(last, 1) - 1])
     parts = np.minimum(ends[ends_met], high) - np.maximum(lows[ends_met], low)
     # ``reduceat`` gets pairs (start, stop) of the neighbours between; its odd results are the gaps between pairs.
     between = np.stack([first + 1, np.maximum(last - 1, first + 1)], 1).reshape(-1)
-    longest, shortest = (
-        np.where(
-            number > 2, extreme(extreme.reduceat(extents, between)[::2], extreme.reduce(parts)), extreme.reduce(parts)
-        )
-        for extreme in (np.maximum, np.minimum)
-    )
+
+    def of_all(extreme: np.ufunc) -> Array:
+        """Return the largest, or the smallest, overlap of an interval with those it meets."""
+        at_ends, inside = extreme.reduce(parts), extreme.reduceat(extents, between)[::2]
+        return np.where(number > 2, extreme(inside, at_ends), at_ends)
+
+    longest, shortest = of_all(np.maximum), of_all(np.minimum)
     return np.where(number > 0, longest, 0), number, weight_sum, (longest == shortest) | (number <= 1)

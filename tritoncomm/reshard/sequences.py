@@ -78,8 +78,9 @@ def sequence_layout(
         layouts = _layouts(x, source, target, dim, cu_seqlens, participants.ranks)
     sides: list[Any] = [side if isinstance(x, Mapping) else list(side.values()) for side in layouts]
     if isinstance(x, Tensor):
-        sides = [layout for (layout,) in sides]
-    return reshard_as(_NAME, group, x, sides[0], sides[1], (None, BUCKET_BYTES, grad))
+        sides = [layout for (layout,) in sides]  # one tensor has one layout on each side
+    options = None, BUCKET_BYTES, grad  # None: no cast
+    return reshard_as(_NAME, group, x, sides[0], sides[1], options)
 
 
 def _layouts(

@@ -74,7 +74,7 @@ def pass_of(
     """
     if not len(blocks.tensor):
         return None
-    # A launch takes the addresses of its tensors as arguments, so a table numbers the tensors that it has.
+    # A launch takes the addresses of its tensors as arguments, so a table has indices into ``used``, not the plan's.
     tensors, tensor_place = np.unique(blocks.tensor, return_inverse=True)
     used = tuple(tensors.tolist())
     # Blocks have leading dims of size 1 where their tensor has fewer, whose strides do not matter.
@@ -95,12 +95,12 @@ def staying_blocks(
     for tensor, extent, start in zip(blocks.tensor.tolist(), blocks.size.T.tolist(), starts, strict=True):
         before, after = (tuple(side[tensor]) for side in strides)
         first = len(extent) - len(before)  # dims before it are leading ones of a smaller tensor
-        offset, place = (
-            sum(a * step for a, step in zip(at[first:], steps, strict=True))
-            for at, steps in zip(start, (before, after), strict=True)
+        source_offset, target_offset = (
+            sum(index * step for index, step in zip(indices[first:], steps, strict=True))
+            for indices, steps in zip(start, (before, after), strict=True)
         )
-        place *= dtypes[tensor].itemsize
-        result.append(Block(tensor, tuple(extent[first:]), before, offset, place, after))
+        target_byte = target_offset * dtypes[tensor].itemsize  # a block counts elements in a tensor, bytes in a wire
+        result.append(Block(tensor, tuple(extent[first:]), before, source_offset, target_byte, after))
     return result
 
 

@@ -102,7 +102,7 @@ def _sum(kernel: Any, unit: int, parts: int, config: Config) -> Build:
 
     kind, vec = _SUMMED[unit], 16 // unit
     constants = {
-        "VEC": vec, "PARTS": parts, "REST": 0, "WIDE": {8: tl.float64, 1: tl.int8}.get(unit, tl.float32),
+        "VEC": vec, "PARTS": parts, "CHUNK": 0, "WIDE": {8: tl.float64, 1: tl.int8}.get(unit, tl.float32),
         "HAS_SCALE": False, "TAIL": False, "BLOCK": max(config.block_cols // unit, vec),
     }  # fmt: skip
     types = {"wire_ptr": f"*{kind}", "out_ptr": f"*{kind}", "scale": "fp32"}

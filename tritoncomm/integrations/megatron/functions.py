@@ -62,14 +62,14 @@ class VocabParallelCrossEntropy:
         group = self._tensor_group() if tp_group is None else tp_group
         compare_arguments("vocab_parallel_cross_entropy", group, label_smoothing=label_smoothing)
         size = vocab_parallel_logits.shape[-1]
-        bounds = group.rank() * size, size
+        first_and_size = group.rank() * size, size  # of this rank's classes
         classes = size * group.size()
         logits = vocab_parallel_logits.float()
-        # Every class but the target gets a/(C - 1), of all C classes; Megatron takes C of this rank's part. Written as
-        # (1 - e) nll + e mean(-log p), e is a C/(C - 1).
+        # Every class but the target gets a/(C - 1), of all C classes; Megatron takes C of this rank's part. The rows
+        # want e of (1 - e) nll + e mean(-log p), which is a C/(C - 1).
         smoothing = label_smoothing * classes / (classes - 1) if label_smoothing else 0.0
         # Without class weights. Targets of -100 are ignored; [1] is the divisor of a mean.
-        return self._rows(logits, target, None, bounds, classes, -100, smoothing, group)[0]
+        return self._rows(logits, target, None, first_and_size, classes, -100, smoothing, group)[0]
 
 
 class ReduceScatterWithFP32Accumulation:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tritoncomm import variables
 from tritoncomm.errors import ArgumentError
 from tritoncomm.integrations.megatron.rebinding import Rebinding
-from tritoncomm.integrations.megatron.replacements import Options, Originals, core, foreign, swaps_of
+from tritoncomm.integrations.megatron.replacements import Options, Originals, core, swaps_of, why_foreign
 
 __all__ = ["TESTED", "Report", "patch", "patched", "unpatch"]
 
@@ -115,11 +115,11 @@ def patch(*, cross_entropy: bool = False, packages: Sequence[str] = ("megatron",
 
     Every name that refers to one of Megatron's mappings (their autograd classes and underscore helpers included), to
     its ``P2PCommunicator``, to its two linear functions or to ``reduce_scatter_with_fp32_accumulation`` is bound to
-    ours, whichever module has imported it. Losses and gradients keep their bits, but for that sum: it is in rank order,
-    and Megatron's in the order of ``torch.sum``. As in Megatron, ``reduce_from_tensor_model_parallel_region``
-    overwrites its input, ``copy_to_tensor_model_parallel_region`` overwrites its gradient in backward, and
-    sequence-parallel gathers of the linear layers use Megatron's global memory buffer. ``mappings.overwrite_inputs`` is
-    not switched.
+    ours, whichever module has imported it. Losses and gradients keep their bits, except for those that come from
+    ``reduce_scatter_with_fp32_accumulation``: ours adds up in rank order, Megatron's in the order of ``torch.sum``. As
+    in Megatron, ``reduce_from_tensor_model_parallel_region`` overwrites its input,
+    ``copy_to_tensor_model_parallel_region`` overwrites its gradient in backward, and sequence-parallel gathers of the
+    linear layers use Megatron's global memory buffer. ``mappings.overwrite_inputs`` is not switched.
 
     With ``TRITONCOMM_MEGATRON=off`` in the environment of every rank nothing is replaced, and the report says so: the
     other half of an A/B run of an unchanged launch script.
@@ -179,7 +179,7 @@ def unpatch() -> tuple[tuple[str, str], ...]:
         _state.contexts.clear()
         rebound = [] if _state.active is None else _state.active.rebinding.rebound()
         _state.settle()
-    return tuple(sorted((module, name) for module, name, value in rebound if foreign(value)))
+    return tuple(sorted((module, name) for module, name, value in rebound if why_foreign(value)))
 
 
 @contextmanager

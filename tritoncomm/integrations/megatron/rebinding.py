@@ -84,11 +84,16 @@ class Rebinding:
 
         All names or none, where a module refuses to set a name.
         """
-        undone = [bound for bound in self._bound(self._originals) if (id(bound[0]), bound[1]) not in self._imported]
+        # All names that hold a replacement, but for those of modules that imported it by themselves.
+        to_undo = [
+            (module, name, replacement)
+            for module, name, replacement in self._bound(self._originals)
+            if (id(module), name) not in self._imported
+        ]
 
         def redo() -> None:
             """Bind again exactly the names that were undone."""
-            for module, name, replacement in undone:
+            for module, name, replacement in to_undo:
                 if vars(module).get(name) is not replacement:
                     self._changes.set_attribute(module, name, replacement)
 
@@ -96,7 +101,7 @@ class Rebinding:
         # original. A name that was rebound to a third object in between is left alone.
         try:
             self._changes.undo()
-            for module, name, replacement in undone:
+            for module, name, replacement in to_undo:
                 if vars(module).get(name) is replacement:
                     setattr(module, name, self._originals[id(replacement)])
         except BaseException:

@@ -19,7 +19,7 @@ from tritoncomm.integrations.megatron.signatures import check_signature, forward
 from tritoncomm.integrations.megatron.trained_linear import linear_functions
 from tritoncomm.p2p import P2PCommunicator
 
-__all__ = ["Options", "Originals", "Swaps", "core", "foreign", "swaps_of"]
+__all__ = ["Options", "Originals", "Swaps", "core", "swaps_of", "why_foreign"]
 
 MAPPINGS, LAYERS = "tensor_parallel.mappings", "tensor_parallel.layers"
 LINEAR = "linear_with_grad_accumulation_and_async_allreduce", "LinearWithGradAccumulationAndAsyncCommunication"
@@ -104,14 +104,15 @@ def swaps_of(options: Options, originals: Originals) -> tuple[Swaps, tuple[str, 
     replaced: set[str] = set()
     refused: list[str] = []
     others: list[str] = []  # lines on names that somebody has wrapped or replaced
-    # A name is replaced if ours takes every call that Megatron's takes. A linear function decides which collectives its
-    # autograd class runs, so an unknown argument of one may change the meaning of the other. Both or none are replaced.
-    # Mappings only hand their arguments to their classes, which are judged by their own arguments.
+    # Each set of names is replaced as a whole, if ours take every call that Megatron's take. A linear function decides
+    # which collectives its autograd class runs, so an unknown argument of one may change the meaning of the other. Both
+    # or none are replaced. Mappings only hand their arguments to their classes, which are judged by their own
+    # arguments.
     for module, names, replacements in _sets(options.cross_entropy, originals):
         both = f" ({' and '.join(names)} are replaced together or not at all)" if len(names) > 1 else ""
         try:
             objects = tuple(originals.of(module, name) for name in names)
-            found = [(name, foreign(original)) for name, original in zip(names, objects, strict=True)]
+            found = [(name, why_foreign(original)) for name, original in zip(names, objects, strict=True)]
             if lines := [f"megatron.core.{module}.{name} {why}: it stays{both}" for name, why in found if why]:
                 others += lines
                 continue
@@ -133,7 +134,7 @@ def swaps_of(options: Options, originals: Originals) -> tuple[Swaps, tuple[str, 
     return swaps, (*_kept(options.cross_entropy, replaced, originals), *refused, *others, *_unknown())
 
 
-def foreign(value: Any) -> str:
+def why_foreign(value: Any) -> str:
     """Return why an object is not Megatron's own, in words: somebody has wrapped or replaced it; else an empty text."""
     if hasattr(value, "__wrapped__"):
         return "is wrapped by somebody"
@@ -164,7 +165,7 @@ def _wrapped_elsewhere(swaps: Swaps, names: Set[str], packages: Sequence[str]) -
         if module_name.partition(".")[0] in packages and inspect.ismodule(module):
             for name in sorted(names & vars(module).keys()):
                 value = vars(module)[name]
-                if id(value) not in known and (why := foreign(value)):
+                if id(value) not in known and (why := why_foreign(value)):
                     yield f"{module_name}.{name} {why}: it stays"
 
 

@@ -139,20 +139,18 @@ class PackedCopyService:
         """Send and receive bucket by bucket; return (path of the copies, bytes read plus written, bytes sent)."""
         # Both ends of a pair divide its tensors alike, by this limit, so that buckets need no negotiation. The first
         # buckets of all pairs travel together, then the second ones.
-        most = max(self._bucket_bytes // self.world_size, 1)
-        sending = {peer: list(_buckets(copies, most, self.world_size)) for peer, copies in outgoing.items()}
-        receiving = {peer: list(_buckets(copies, most, self.world_size)) for peer, copies in incoming.items()}
+        pair_bytes = max(self._bucket_bytes // self.world_size, 1)
+        sending = {peer: list(_buckets(copies, pair_bytes, self.world_size)) for peer, copies in outgoing.items()}
+        receiving = {peer: list(_buckets(copies, pair_bytes, self.world_size)) for peer, copies in incoming.items()}
         path: record.CopyPath = "view"
         copied = sent = 0
         for turn in range(max(map(len, (*sending.values(), *receiving.values())), default=0)):
-            now = {peer: buckets[turn] for peer, buckets in sending.items() if turn < len(buckets)}
-            then = {peer: buckets[turn] for peer, buckets in receiving.items() if turn < len(buckets)}
-            packed = _Wire(now)
-            arriving = _Wire(then)
+            packed = _Wire({peer: buckets[turn] for peer, buckets in sending.items() if turn < len(buckets)})
+            arriving = _Wire({peer: buckets[turn] for peer, buckets in receiving.items() if turn < len(buckets)})
             if packed.tensors:
                 _, path, more = packed.plan.pack(packed.tensors, packed.memory)
                 copied, sent = copied + more, sent + packed.memory.nbytes
-            through_host = backend.cuda_backend(group) in ("", "gloo")
+            through_host = backend.cuda_backend(group) in ("", "gloo")  # no backend that sends from the GPU
             out = packed.messages(through_host, is_send=True)
             into = arriving.messages(through_host, is_send=False)
             backend.send_and_receive(list(out.items()), list(into.items()), group, _NAME).wait()
@@ -264,11 +262,20 @@ def _check(copies: Sequence[_Copy]) -> None:
         raise ArgumentError(f"{_NAME}: tensors on {' and '.join(devices)}; pass tensors on one device")
 
 
-def _summary(copies: Sequence[_Copy]) -> tuple[int, int, int]:
-    """Return what both ends of a pair compare: (hash of its tensors, their number, their bytes)."""
+class _Summary(NamedTuple):
+    """Hash, number and bytes of the tensors that one rank sends to another, which both ends compare."""
+
+    hash: int
+    tensors: int
+    nbytes: int
+
+
+def _summary(copies: Sequence[_Copy]) -> _Summary:
+    """Return the summary of what one rank sends to another."""
     specs = [(copy.task_id, copy.tensor.numel(), str(copy.tensor.dtype)) for copy in copies]
     digest = hashlib.blake2b(repr(specs).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True), len(copies), sum([copy.tensor.nbytes for copy in copies])
+    nbytes = sum([copy.tensor.nbytes for copy in copies])
+    return _Summary(int.from_bytes(digest, "little", signed=True), len(copies), nbytes)
 
 
 def _compare(
@@ -288,15 +295,18 @@ def _compare(
     expected = [_summary(incoming.get(peer, ())) for peer in peers]
     device = backend.default_device(backend.cuda_backend(group))
     summaries = torch.tensor([send_summaries, expected], dtype=torch.int64, device=device).transpose(0, 1).contiguous()
-    # own[p] = (summary of messages to p, summary of messages expected from p); theirs[p] is p's view of the same pair.
-    peer_summaries = all_to_all(summaries, (), (), group, _NAME).recv_wire
+    # Row p is (summary of what this rank sends to p, of what it expects from p); what arrives is p's view of both.
+    peer_summaries = all_to_all(summaries, send_counts=(), recv_counts=(), group=group, name=_NAME).recv_wire
     for peer, (peer_sends, peer_expects) in enumerate(peer_summaries.tolist()):
-        directions = (peer, rank, peer_sends, expected[peer]), (rank, peer, send_summaries[peer], peer_expects)
-        for source, target, sends, expects in directions:
-            if error is None and tuple(sends) != tuple(expects):
+        for source, target, sends, expects in (
+            (peer, rank, _Summary(*peer_sends), expected[peer]),
+            (rank, peer, send_summaries[peer], _Summary(*peer_expects)),
+        ):
+            if error is None and sends != expects:
                 error = MismatchError(
-                    f"{_NAME}: rank {source} sends {sends[1]} tensors of {sends[2]} bytes to rank {target}, which "
-                    f"expects {expects[1]} of {expects[2]} bytes, or others by task_id or dtype; nothing was sent"
+                    f"{_NAME}: rank {source} sends {sends.tensors} tensors of {sends.nbytes} bytes to rank {target}, "
+                    f"which expects {expects.tensors} of {expects.nbytes} bytes, or others by task_id or dtype; "
+                    "nothing was sent"
                 )
     (any_failed,) = largest(_NAME, group, [0 if error is None else 1])
     if error is not None:
