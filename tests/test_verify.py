@@ -338,7 +338,7 @@ def test_both_sides_of_a_gradient_are_compared(name: str) -> None:
     trained, frozen, module = recorded(), recorded(frozen=[name]), name[:1]
     report = verify.compare(frozen, [trained, trained])
     assert report.first == module
-    assert f"gradient of {name} is one that one process does not have, and not zero on ranks 0, 1" in str(report)
+    assert f"gradient of {name} is not there in one process, and not zero on ranks 0, 1" in str(report)
     report = verify.compare(trained, [frozen, frozen])
     assert report.first == module
     assert f"gradient of {name} is None on ranks 0, 1" in str(report)

@@ -44,7 +44,7 @@ _shape_of = attrgetter("shape")
 _all_gather_outside = outside_graphs(eager.all_gather)
 _reduce_scatter_eagerly = outside_graphs(eager.reduce_scatter)
 _all_reduce_outside = outside_graphs(eager.all_reduce)
-_all_to_all_outside = outside_graphs(eager.all_to_all_single)
+_all_to_all_outside_graphs = outside_graphs(eager.all_to_all_single)
 _rooted_outside = outside_graphs(eager.rooted)
 
 
@@ -124,8 +124,8 @@ def reduce_scatter(
             more rounding of each node's sum.
         exchange: with ``wire``. ``flat``: from rank to rank, the default on one node; over more nodes it sends more
             between them than a ring does, and has to be asked for. ``node``: sums of the ranks of each node travel
-            between nodes, and are summed in the order of the nodes; on a CPU ``async_op`` waits for the former in the
-            call, as messages of a group are matched in the order of their issue.
+            between nodes, and are summed in the order of the nodes. On a CPU a call with ``async_op`` waits for the
+            sums in the node, as messages of a group are matched in the order in which they start.
         scale: with ``wire``, a factor applied to the sum.
         out: with ``wire``, a contiguous tensor for the result, of any floating-point dtype; it may be this rank's shard
             of ``tensor``.
@@ -249,7 +249,8 @@ def all_to_all(
     name = "all_to_all"
     group = _checked(tensor, parallel_mode, name)
     out_sizes, in_sizes = normalize_sizes(output_split_sizes, name), normalize_sizes(input_split_sizes, name)
-    call = eager.all_to_all_single if exchange == "flat" and not async_op else _all_to_all_outside
+    # Graphs have the flat call that waits; the others break them.
+    call = eager.all_to_all_single if exchange == "flat" and not async_op else _all_to_all_outside_graphs
     return call(without_graph(tensor), group, out_sizes, in_sizes, name, async_op, exchange)
 
 
@@ -297,7 +298,7 @@ def split_reduce_scatter(
     group = _checked(many[0], parallel_mode, name)
     for i, x in enumerate(many):
         if not isinstance(x, Tensor):
-            _checked(x, group, name)
+            _checked(x, group, name)  # raises
         check_input(x, name)
         if x.requires_grad:
             many[i] = x.detach()
@@ -343,5 +344,5 @@ def _split_reduce_scatter(
     results = []
     for start, stop, shape, dim, size in planned.shards:
         part = summed[start:stop].view(shape)  # slices, as autograd refuses writes into the results of ``split``
-        results.append(part if size is None else part.narrow(dim, 0, size))
+        results.append(part if size is None else part.narrow(dim, 0, size))  # without the padding of an uneven dim
     return results

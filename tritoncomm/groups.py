@@ -171,7 +171,7 @@ def rank_lists(
 
 
 def ranks_of_mode(mode: ParallelMode, ranks: Tensor, coordinate: Sequence[int], expert: int = 1) -> list[int]:
-    """Return the list of ``rank_lists`` that the rank at ``coordinate`` is in, ascending, without the other lists.
+    """Return the ascending ranks of the group of ``mode`` with the rank at ``coordinate``: one list of ``rank_lists``.
 
     Args:
         mode: a mode of ``rank_lists``.
@@ -194,11 +194,11 @@ def make_group(label: str, ranks: Sequence[int], backend: str | None = None) -> 
     The members meet in the job's store under a name of the label, the ranks, and the number of earlier calls with both.
     torch's own names count all groups that a rank has made, so ranks that differ in that would not meet.
 
-    Of a default group that is bound to a GPU every rank has to be a member of a group that is made at the same time:
-    NCCL splits such a group as a whole.
+    If the default group is bound to a GPU, all its ranks call this together, each for its own group: NCCL splits such a
+    group as a whole.
 
     Args:
-        label: of the name.
+        label: a word for the name of the group.
         ranks: ascending global ranks, this rank among them.
         backend: the default group's by default.
 
@@ -213,7 +213,9 @@ def make_group(label: str, ranks: Sequence[int], backend: str | None = None) -> 
     name = f"{name}.{counter[name]}"
     c10d: Any = distributed_c10d
     kind, store = c10d.Backend(backend or dist.get_backend()), c10d._get_default_store()
-    if kind == "gloo":  # connects all members with each other, so one more request is little
+    # With a key for every member an error below can say which ranks are missing. Gloo connects all members with each
+    # other anyway, so that one more request costs little; other backends send none.
+    if kind == "gloo":
         store.set(f"{name}/came/{dist.get_rank()}", "")
     try:
         # ``new_group`` takes no name: its members meet under a number, or a hash, of the groups that a rank has made.

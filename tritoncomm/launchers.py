@@ -63,11 +63,16 @@ def started_by(env: Mapping[str, str]) -> Launch | None:
     Raises:
         GroupError: the variables contradict each other, or a rank has no number of ranks.
     """
-    launches = [_launch(env, *names) for names in _LAUNCHERS if names[1] in env and _starts(env, *names[:3])]
+    launches = []
+    for names in _LAUNCHERS:  # PMI and PMIx stand before Slurm
+        launcher, rank, size, *_ = names
+        if rank in env and _starts(env, launcher, rank, size):
+            launches.append(_launch(env, *names))
     if launches:
         first, last = launches[0], launches[-1]
-        with_pmi = first.launcher in ("PMI", "PMIx") and (first.rank, first.size) == (last.rank, last.size)
-        return last if with_pmi else first  # srun --mpi=pmi2: Slurm knows more than PMI
+        # Under srun --mpi=pmi2 both have started this rank, and Slurm knows more of it.
+        is_same_rank = (first.rank, first.size) == (last.rank, last.size)
+        return last if first.launcher in ("PMI", "PMIx") and is_same_rank else first
     if "PMIX_RANK" in env:
         raise GroupError(
             f"PMIX_RANK is {env['PMIX_RANK']}, but no variable says how many ranks there are: start with mpirun or "
@@ -119,11 +124,12 @@ def _integer(env: Mapping[str, str], name: str) -> int:
 def rendezvous(env: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables from another launcher's; nothing where RANK is set, or for a process on its own.
 
-    On one node the ranks meet at 127.0.0.1 and a port that follows from the job. On several nodes Slurm's list has the
-    first one; other launchers do not, so MASTER_ADDR and MASTER_PORT have to be set, as they may be everywhere.
+    On one node the ranks meet at 127.0.0.1, at a port that follows from the job. On several nodes Slurm says which node
+    is the first. Other launchers do not, so MASTER_ADDR and MASTER_PORT have to be set there. Where a program sets them
+    they are used in any case.
 
     Raises:
-        GroupError: they are missing, or the launcher's variables are invalid.
+        GroupError: MASTER_ADDR or MASTER_PORT is missing, or the launcher's variables are invalid.
     """
     launch = None if "RANK" in env else started_by(env)
     if launch is None or launch.size == 1:

@@ -273,13 +273,15 @@ class RowwiseLinear(nn.Linear):
         if not isinstance(site.output, Shard):
             out = reduce_from(F.linear(x, weight), site.group, in_place=True)
             return site.result(out if bias is None else out + bias.to(out.dtype))
+        # The result is sharded: along its last dim, with the bias, or along another, with a whole bias on every rank.
         out = F.linear(x, weight)
-        if bias is not None and not site.is_last(out) and not is_compiling():
+        is_by_features = site.is_last(out)
+        if bias is not None and not is_by_features and not is_compiling():
             # Autocast may have chosen the dtype of the product.
             return site.result(_ScatterAndAdd.apply(out, bias.to(out.dtype), site.output.dim, site.group))
-        sizes = site.sizes(self.out_features) if site.is_last(out) else None
+        sizes = site.sizes(self.out_features) if is_by_features else None
         shard = mappings.reduce_scatter_dim(out, site.output.dim, site.group, sizes=sizes)
-        if bias is not None and site.is_last(out):
+        if bias is not None and is_by_features:
             shard = shard + mappings.split_dim(bias.to(out.dtype), 0, site.group, sizes=sizes)
         elif bias is not None:  # compiled
             shard = shard + site.summed(bias).to(out.dtype)
@@ -398,9 +400,9 @@ _SHARDED = "tritoncomm_sharded"
 def _replace(module: nn.Module, name: str, old: Tensor, new: Any) -> None:
     """Register ``new`` in the place of ``old``, or the parameter that already stands in its place in another module."""
     what = f"parallelize_module: {type(module).__name__}.{name}"
-    # Nobody knows here which other modules share ``old``. One that is not in the plan keeps it, untied: its gradient
-    # raises then.
-    shared = getattr(old, _SHARDED, None)
+    # Nobody knows here which other modules share ``old``. A module outside of the plan keeps it, untied: the hook
+    # raises once ``old`` gets a gradient.
+    shared = getattr(old, _SHARDED, None)  # what another module has in its place already
     if shared is None:
         setattr(old, _SHARDED, new)
         if old.requires_grad and old.is_leaf:

@@ -204,7 +204,7 @@ def add(name: str, path: _Path, bytes_copied: int, bytes_sent: int, started: flo
     """Count a call of ``name``, and report its end to the observer.
 
     Args:
-        path: way of its local pass.
+        path: by which its local pass was made.
         started: ``now()`` at the start of the call; 0.0 adds no time.
         calls: 1 for a call; 0 for a pass of a call that is counted elsewhere, as pack and unpack under torch.compile.
     """
@@ -213,8 +213,7 @@ def add(name: str, path: _Path, bytes_copied: int, bytes_sent: int, started: flo
     except KeyError:
         count = _counts[name, path] = Count()
     count.calls += calls
-    if bytes_copied:
-        count.bytes_copied += bytes_copied
+    count.bytes_copied += bytes_copied
     count.bytes_sent += bytes_sent
     if started:
         count.seconds += perf_counter() - started

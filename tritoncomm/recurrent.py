@@ -7,7 +7,7 @@ group.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from inspect import Parameter, signature
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
@@ -75,9 +75,9 @@ def by_heads(
 
     Forward: one all-to-all to the heads of this rank (one for each dtype), ``function``, one all-to-all back. Backward:
     likewise; the gradients of heads that several ranks read are added up in rank order. Heads are split as evenly as
-    possible. Where some tensors have fewer heads, as keys shared among value heads, a rank gets those that its heads
-    read: ``function`` has to repeat them as it does for all heads. Where heads are fewer than ranks, the ranks of a
-    head split its columns.
+    possible. Some tensors may have fewer heads, as keys that are shared among value heads. Of these a rank gets the
+    heads that its own ones read, and ``function`` repeats them as it would in one process. Where heads are fewer than
+    ranks, the ranks of a head split its columns.
 
     Args:
         group: ranks that hold the sequence (see ``groups.as_group``); the tensor group by default.
@@ -86,9 +86,9 @@ def by_heads(
         result: dims of the result, the first one if ``function`` returns a tuple; the others are returned as they are,
             those of this rank's heads.
         boundaries: argument by which ``function`` keeps documents apart, so that one call computes all of them:
-            ``cu_seqlens``, int32 ``[documents + 1]`` of a batch of one row, to which rows are joined (positions have
-            be dim 1); or ``seq_idx``, int32 ``[b, S]``. Without it ``function`` is called for each length of documents,
-            which are the rows of its batch.
+            ``cu_seqlens``, int32 ``[documents + 1]`` of one row, to which all rows of the batch are joined (positions
+            have to be dim 1); or ``seq_idx``, int32 ``[b, S]``. Without it ``function`` is called for each length of
+            documents, which are the rows of its batch.
 
     Returns:
         A function with the arguments of ``function`` and two more by keyword. ``documents``: global starts of packed
@@ -181,19 +181,20 @@ class _ByHeads:
         heads = tuple([arguments[key].shape[role.heads] for key, role in exchanged.items()])
         columns = [0 if role.columns is None else arguments[key].shape[role.columns] for key, role in exchanged.items()]
         length = sum(positions)
-        stops = [(*starts, length) for starts in _starts(documents, length, batch_size, name)]
+        bounds = [(*starts, length) for starts in _starts(documents, length, batch_size, name)]
         for key, role in roles.items():
             if isinstance(role, Sliced) and arguments[key].shape[role.heads] != max(heads):
                 size = arguments[key].shape[role.heads]
                 raise ShapeError(f"{name}: {labels[key]!r} has {size} heads, not {max(heads)}")
         compare_arguments(
-            name, self.group, documents=[row[:-1] for row in stops], boundaries=self.boundaries, result=self.result,
+            name, self.group, documents=[row[:-1] for row in bounds], boundaries=self.boundaries, result=self.result,
             roles=[(labels[key], role) for key, role in roles.items()],
             others={str(labels[key]): value for key, value in arguments.items() if key not in roles},
         )  # fmt: skip
         make = plan_heads.__wrapped__ if is_compiling() else plan_heads
+        # If heads are fewer than ranks, these split the columns.
         plan = make(heads, positions, world, name, tuple(columns) if world > max(heads) else ())
-        return _ShardedCall(roles, exchanged, positions, stops, batch_size, plan)
+        return _ShardedCall(roles, exchanged, positions, bounds, batch_size, plan)
 
     def to_heads(self, arguments: Mapping[int | str, Any], call: _ShardedCall) -> dict[int | str, Any]:
         """Return the arguments with all positions of this rank's heads."""
@@ -261,7 +262,8 @@ def plan_heads(heads: Ints, positions: Ints, world: int, name: str, columns: Int
     """Return the layouts for tensors of these numbers of heads.
 
     Args:
-        columns: of each tensor, 0 for a tensor without columns; empty unless ranks split them.
+        columns: for every tensor the number of columns that a head has, or 0 if it has none. Empty where ranks do not
+            split columns, as there are enough heads.
     """
     total, fewer = max(heads), {n for n in heads if n != max(heads)}
     if len(fewer) > 1:
@@ -275,7 +277,9 @@ def plan_heads(heads: Ints, positions: Ints, world: int, name: str, columns: Int
     except ShapeError as error:
         raise ShapeError(f"{name}: {error}") from None
     shares = tuple([of_heads if n == total else of_shared for n in heads])
-    return HeadPlan(HeadLayout(1, shares, positions), HeadLayout(1, (of_heads,), positions), of_heads)
+    inputs = HeadLayout(seq_dim=1, shares=shares, seq_sizes=positions)
+    result = HeadLayout(seq_dim=1, shares=(of_heads,), seq_sizes=positions)
+    return HeadPlan(inputs, result, of_heads)
 
 
 def _split_columns(heads: Ints, columns: Ints, positions: Ints, world: int) -> HeadPlan:
@@ -288,10 +292,11 @@ def _split_columns(heads: Ints, columns: Ints, positions: Ints, world: int) -> H
     width = widths.pop()
     if total * width < world:
         raise ShapeError(f"{total} heads of {width} columns are fewer than the {world} ranks that split them")
-    of_columns, of_heads = split_heads(total * width, total, world)
+    of_columns, of_heads = split_heads(total * width, total, world)  # each column counts as a head of its own
     shares = []
     for n, is_split in zip(heads, columns, strict=True):
-        shared = HeadShare(tuple([head // (total // n) for head in of_heads.starts]), of_heads.sizes, n)
+        heads_per_head = total // n  # that share one of this tensor
+        shared = HeadShare(tuple([head // heads_per_head for head in of_heads.starts]), of_heads.sizes, n)
         shares.append(of_columns if is_split else shared)
     return HeadPlan(
         HeadLayout(1, tuple(shares), positions), HeadLayout(1, (of_columns,), positions), of_heads, splits=True
@@ -318,10 +323,10 @@ def _roles_of(
         if roles is not None:
             if key not in roles and word not in roles:
                 raise ArgumentError(f"{name}: the tensor {word!r} has no role; None passes it on as it is")
-            role = roles.get(key, roles.get(word))
+            role = roles[key] if key in roles else roles[word]
         if role is not None:
-            last = 2 if role is _EXCHANGED else max([dim for dim in role if dim is not None])
-            if last >= x.dim() or (isinstance(role, Exchanged) and x.dim() < 3):
+            highest_dim = max([dim for dim in role if dim is not None])
+            if highest_dim >= x.dim() or (isinstance(role, Exchanged) and x.dim() < 3):
                 raise ArgumentError(f"{name}: {word!r} of shape {tuple(x.shape)} cannot be {role}; see roles")
             parts[key] = role
     return parts
@@ -356,7 +361,8 @@ def _from_heads(x: Tensor, role: Exchanged, like: Tensor, heads: int | None) -> 
         heads: number of heads whose columns count as heads in x; None where heads do.
     """
     columns = () if heads is None or role.columns is None else (role.columns,)
-    if role[:2] == (1, 2) and not columns and like.dim() < 5:
+    is_in_order = (role.positions, role.heads) == (1, 2) and not columns
+    if is_in_order and like.dim() < 5:  # a tensor of three dims has got another one of size 1
         return x if like.dim() == 4 else x.squeeze(3)
     dims = _batch_dim(role), role.positions, role.heads, *columns
     if heads is not None and columns:
@@ -415,7 +421,7 @@ def _by_documents(
     Args:
         rows: starts of the documents, and the end; of all rows of the batch, or of each.
     """
-    if len(rows) == 1 and len(rows[0]) == 2:
+    if len(rows) == 1 and len(rows[0]) == 2:  # one document in every row
         return _call(function, arguments)
     split = {key: role for key, role in parts.items() if isinstance(role, Exchanged | Gathered)}
     groups = group_documents(tuple(rows), batch_size, arguments[next(iter(split))].device)
@@ -427,7 +433,7 @@ def _by_documents(
     is_tuple = isinstance(results[0], tuple)
     firsts = [returned[0] if is_tuple else returned for returned in results]
     batch = groups.join(firsts, _batch_dim(result), result.positions)
-    return (batch, *[None] * (len(results[0]) - 1)) if is_tuple else batch
+    return _with_none(batch, len(results[0]) - 1) if is_tuple else batch
 
 
 def _call(function: _Function, arguments: Mapping[int | str, Any]) -> Any:
@@ -437,6 +443,11 @@ def _call(function: _Function, arguments: Mapping[int | str, Any]) -> Any:
         *[arguments[key] for key in positional],
         **{key: x for key, x in arguments.items() if isinstance(key, str)},
     )
+
+
+def _with_none(out: Any, count: int) -> tuple[Any, ...]:
+    """Return a result with None in the place of ``count`` others, which are of documents or shards."""
+    return (out, *[None] * count)
 
 
 def _with_boundaries(
@@ -451,18 +462,18 @@ def _with_boundaries(
     Args:
         rows: starts of the documents of every row, and the end.
     """
-    tensors = dict(arguments)
+    tensors, batch_size, length = dict(arguments), len(rows), rows[0][-1]
     device = next(x for key, x in arguments.items() if isinstance(parts.get(key), Exchanged)).device
     starts = document_boundaries(tuple(rows), kind, device)
-    if kind == "cu_seqlens":
+    if kind == "cu_seqlens":  # functions with these boundaries take one row, which all rows are joined to
         for key, role in parts.items():
             if isinstance(role, Exchanged | Gathered):
                 tensors[key] = tensors[key].flatten(0, 1)[None]
     returned = _call(function, {**tensors, kind: starts})
     out, *rest = returned if isinstance(returned, tuple) else (returned,)
     if kind == "cu_seqlens":
-        out = out[0].unflatten(0, (len(rows), rows[0][-1]))
-    return (out, *[None] * len(rest)) if isinstance(returned, tuple) else out
+        out = out[0].unflatten(0, (batch_size, length))
+    return _with_none(out, len(rest)) if isinstance(returned, tuple) else out
 
 
 def document_boundaries(rows: tuple[Ints, ...], kind: Literal["cu_seqlens", "seq_idx"], device: torch.device) -> Tensor:
@@ -512,8 +523,9 @@ def _joined(results: list[Any], dim: int) -> Any:
 def conv_halo(function: _Function, group: GroupLike | None = None, positions: int = 2) -> _Function:
     """Return a function over shards of the sequence that computes ``function``, a causal convolution, in one call.
 
-    Forward: the last K-1 positions before this rank's shard arrive in one all-to-all, of neighbours unless shards are
-    shorter. Backward: their gradients go back, and are added up. Positions before a document's start are zeros.
+    Forward: the last K-1 positions before this rank's shard arrive in one all-to-all, from the neighbour alone unless
+    shards have fewer. Backward: their gradients go back, and are added up. Positions before a document's start are
+    zeros.
 
     Args:
         function: ``function(x, weight, bias, ...)`` of x ``[b, channels, n]`` and a weight of K taps in its last dim
@@ -575,11 +587,17 @@ class _ConvHalo:
         compare_arguments(name, group, documents=rows, taps=width + 1, others=extras)
         plan = (plan_halo.__wrapped__ if is_compiling() else plan_halo)(positions, width, group.rank())
         halo = _halo(x, width, plan, dim, group, name) if width else x.narrow(dim, 0, 0)
-        call, first = partial(self._apart, lambda inputs: self.function(inputs, weight, *further, **kwargs)), plan.first
+
+        def convolve(inputs: Tensor) -> Any:
+            """Return the function of some positions, with the weight and the arguments behind it."""
+            return self.function(inputs, weight, *further, **kwargs)
+
         if len(rows) == 1:
-            return call(x, halo, rows[0], first)
+            return self._apart(convolve, x, halo, rows[0], plan.first)
         of_rows = zip(x.split(1), halo.split(1), rows, strict=True)
-        return _joined([call(row, row_halo, starts, first) for row, row_halo, starts in of_rows], 0)
+        return _joined(
+            [self._apart(convolve, row, row_halo, starts, plan.first) for row, row_halo, starts in of_rows], 0
+        )
 
     def _apart(self, function: Callable[[Tensor], Any], x: Tensor, halo: Tensor, starts: Ints, first: int) -> Any:
         """Convolve rows of a shard in one call, each document with zeros in front.
@@ -590,11 +608,12 @@ class _ConvHalo:
             first: global position of the shard's first one.
         """
         dim, width = self.dim, halo.shape[self.dim]
-        # The document that the shard begins in may have begun inside of the halo. Before the first one are zeros.
+        # The document that the shard begins in may have begun inside of the halo: what is of others becomes zeros.
+        # Before the first document there are zeros already.
         begun = max([start for start in starts if start <= first])
-        before = min(max(begun - (first - width), 0), width) if begun else 0
-        if before:
-            halo = torch.cat([_zeros(x, before, dim), halo.narrow(dim, before, width - before)], dim)
+        of_others = min(max(begun - (first - width), 0), width) if begun else 0
+        if of_others:
+            halo = torch.cat([_zeros(x, of_others, dim), halo.narrow(dim, of_others, width - of_others)], dim)
         inside = [start - first for start in starts if first < start < first + x.shape[dim]] if width else []
         extended = [halo, x]
         if inside:
@@ -611,8 +630,11 @@ class _ConvHalo:
             raise ShapeError(
                 f"{self._NAME}: the function returned {out.shape[dim]} positions; as many as it gets are needed"
             )
-        out = torch.cat(out.split(lengths, dim)[1::2], dim) if inside else out.narrow(dim, lengths[0], lengths[1])
-        return (out, *[None] * len(rest)) if isinstance(returned, tuple) else out
+        if inside:  # halo, piece, gap, piece, ...
+            out = torch.cat(out.split(lengths, dim)[1::2], dim)
+        else:
+            out = out.narrow(dim, lengths[0], lengths[1])
+        return _with_none(out, len(rest)) if isinstance(returned, tuple) else out
 
 
 def _zeros(x: Tensor, count: int, dim: int) -> Tensor:

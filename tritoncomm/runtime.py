@@ -80,9 +80,9 @@ def initialize(
         config: ColossalAI's ``dict(parallel=dict(pipeline=..., tensor=dict(size=..., mode=...)))``; instead of sizes.
         backend: of a process group made here; NCCL where there are GPUs and Gloo otherwise by default.
         timeout: of all process groups made here, a timedelta or seconds; torch's default by default.
-        check: check mode: every call is compared between its ranks before it starts (True), a digest every N
-            collectives and no p2p step (``"hash:N"``), or nothing (False); by default what TRITONCOMM_CHECK says. The
-            same on all ranks.
+        check: check mode, the same on all ranks. True: ranks compare every call before it starts. ``"hash:N"``: they
+            compare a digest every N collectives, and no p2p steps. False: nothing. By default what TRITONCOMM_CHECK
+            says.
 
     Returns:
         The device mesh with axes data, pipeline, context, tensor (the given one when ``mesh`` was passed).
@@ -131,8 +131,8 @@ def _let_workers_end() -> None:
     # A worker (the thread ``pt_gloo_runloop``) drops the last reference to a finished operation after its ``wait()``
     # has returned, and takes the GIL to free the tensors. If the interpreter is being finalized by then, Python ends
     # the thread inside a destructor. The process then says "terminate called without an active exception", and has exit
-    # code -6 after the work is done. TODO: delete when torch has pytorch#189128, or Python 3.14, whose threads hang in
-    # that place, is the oldest.
+    # code -6 after the work is done. TODO: delete when torch has pytorch#189128, or when 3.14 is the oldest Python,
+    # in which such threads hang instead.
     if os.getpid() != _state["pid"]:  # a fork has no workers
         return
     end, quiet = time.monotonic() + _LONGEST_EXIT, 0
@@ -196,7 +196,8 @@ def _start(backend: str | None, timeout: timedelta | float | None, sizes: "Sizes
     options: dict[str, Any] = {"timeout": limit}
     device = _bind_gpu() if is_nccl(backend) else None
     if device is not None and _torch_version() >= (2, 15):
-        options["device_id"] = device  # "nccl" binds to a GPU there: to that of LOCAL_RANK, whatever the program chose
+        # From 2.15 on "nccl" binds to the GPU of LOCAL_RANK unless it is told the one that the program chose.
+        options["device_id"] = device
     if "RANK" not in os.environ:
         options |= {"store": HashStore(), "rank": 0, "world_size": 1}
     elif _state["starts"] and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -286,7 +287,9 @@ def _make_groups(mesh: DeviceMesh, expert: int, tensor_mode: str | None) -> dict
     made: dict[ParallelMode, dist.ProcessGroup | None] = {ParallelMode.GLOBAL: dist.group.WORLD}
     made |= {mode: None if dim is None else mesh.get_group(dim) for mode, dim in zip(modes, dims, strict=True)}
     # None: no axis of the mesh has the group, and it is made below.
-    made |= dict.fromkeys([ParallelMode.MODEL] + [ParallelMode.EXPERT] * (expert > 1))
+    made[ParallelMode.MODEL] = None
+    if expert > 1:
+        made[ParallelMode.EXPERT] = None
     if tensor_mode == "sequence":
         made[ParallelMode.SEQUENCE_DP] = None
     of_modes: dict[ParallelMode, Group] = {}
@@ -437,8 +440,9 @@ def _read_config(config: Any) -> tuple[Any, Any, str | None]:
     unknown = [name for name in parallel if name not in (*_KEYS, "data")]  # data is always derived from the others
     if unknown:
         raise ArgumentError(f"config['parallel'] has no key {unknown[0]!r}; it takes {', '.join(_KEYS)}")
-    (pipeline, _), (tensor, mode) = (_read_axis(name, parallel.get(name, 1)) for name in _KEYS)
-    return tensor, pipeline, mode
+    pipeline, _ = _read_axis("pipeline", parallel.get("pipeline", 1))
+    tensor, tensor_mode = _read_axis("tensor", parallel.get("tensor", 1))
+    return tensor, pipeline, tensor_mode
 
 
 def _read_axis(name: str, value: Any) -> tuple[Any, str | None]:

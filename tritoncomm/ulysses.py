@@ -46,8 +46,8 @@ def dropout_by_rank(group: GroupLike | None = None) -> Iterator[None]:
 
     Ranks that were seeded alike draw alike, so that all shards, and in attention all shares of heads, have one mask.
     Within, each rank draws from a seed of its own: one number of the CPU's default generator, which all ranks have
-    equal, plus the rank. Afterwards this generator has drawn that number alone, and the current device's nothing: ranks
-    are equal again. Put forward and backward inside. Checkpoints of both kinds draw again what they drew.
+    equal, plus the rank. Afterwards the generators are as before, but for that one number of the CPU's: ranks are equal
+    again. Put forward and backward inside. Checkpoints of both kinds draw again what they drew.
 
     Args:
         group: the ranks that hold the sequence; the tensor group by default, unless there is a context axis.
@@ -207,8 +207,8 @@ def to_heads(
     wants_grad, dtype = False, tensors[0].dtype
     for x in tensors:
         if x.dtype is not dtype:
-            # Sums of shared heads are of one dtype. One message of bytes would need a second way to sum, for calls that
-            # scaled_dot_product_attention refuses.
+            # A message for each dtype, as sums of shared heads are of one dtype. Such calls are rare, as
+            # scaled_dot_product_attention refuses them: one message of bytes is not worth a second way to sum.
             return _by_dtype(tensors, layout, group, names)
         wants_grad = wants_grad or x.requires_grad
     if is_compiling():
@@ -270,7 +270,8 @@ def _traced_to_heads(
     widths = [sum(s.sizes[w] * d for s, d in zip(layout.shares, dims, strict=True)) for w in range(world)]
     by_heads, by_positions = _counts(layout, batch, widths[rank], rank, widths)
     if layout.even and not any(share.replicated for share in layout.shares):
-        # Views: the code and the gradients of split and cat would grow with the ranks.
+        # By views ``[world, d0, d1, columns of a rank's heads]``, as the code and the gradients of split and cat would
+        # grow with the ranks.
         blocks = [
             x.unflatten(HEAD_DIM, (world, s.sizes[0])).movedim(HEAD_DIM, 0).flatten(3)
             for x, s in zip(tensors, layout.shares, strict=True)
@@ -305,9 +306,8 @@ def _traced_to_sequence(out: Tensor, layout: HeadLayout, group: ProcessGroup, na
     """Compute ``to_sequence`` by plain operators around one functional collective, for torch.compile to trace."""
     rank, (share,), head_dim = group.rank(), layout.shares, out.shape[3]
     batch, size = out.shape[1 - layout.seq_dim], layout.seq_sizes[rank]
-    by_heads, by_positions = _counts(
-        layout, batch, share.sizes[rank] * head_dim, rank, [n * head_dim for n in share.sizes]
-    )
+    widths = [n * head_dim for n in share.sizes]  # columns of each rank's heads
+    by_heads, by_positions = _counts(layout, batch, widths[rank], rank, widths)  # elements from, and to each rank
     lead = (batch, size) if layout.seq_dim else (size, batch)
     if layout.even:
         wire = out.unflatten(layout.seq_dim, (group.size(), size)).movedim(layout.seq_dim, 0).reshape(-1)
@@ -413,6 +413,7 @@ class UlyssesAttention(nn.Module):
         if group.size() == 1:
             return self._attend(tensors, kwargs)
         compare_arguments(name, group, arguments=kwargs)
+        # Of a packed tensor that trains: one node, whose backward makes one packed gradient, not a stack of three.
         if packed is not None and packed.requires_grad and torch.is_grad_enabled() and not is_compiling():
             local = _FusedToHeads.apply(exchange.qkv, group, exchange.names, packed)
         else:

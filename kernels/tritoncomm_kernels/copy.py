@@ -105,15 +105,15 @@ def plain_copy(
         world: ranks, which divide a row.
 
     Returns:
-        The launch, to be called with rows, wire and 1.0 on tensors of exactly this kind, None when there is nothing to
-        copy; the bytes read plus written. None and 0 for CPU tensors without the interpreter, which ``pack`` refuses.
+        The launch, and the bytes that it reads plus writes. The launch is called with rows, wire and 1.0, for tensors
+        of exactly this kind; it is None where there is nothing to copy, and for CPU tensors without the interpreter.
         Neither tensor may be a lazy conjugate or negative view.
     """
     if device < 0 and not INTERPRETED:
         return None, 0
     outer, run = math.prod(shape[:-1]), shape[-1] // world
     wire_shape, wire_stride = (world, outer, run), (outer * run, run, 1)
-    # By position, as in ``_run``: a cache takes equal arguments by position and by name for different ones.
+    # ``_plan`` is cached. The arguments are passed by position, as ``_run`` does, so that both find the same entry.
     sizes = config = None
     scaled = accumulates = False
     launch, nbytes, _ = _plan(
@@ -252,7 +252,12 @@ def _launch(kind: _CopyKind, geo: Geometry, alignment: int, config: Config | Non
 def _unit(
     geo: Geometry, rows_dtype: torch.dtype, wire_dtype: torch.dtype, wide: torch.dtype | None, alignment: int
 ) -> tuple[tuple[torch.dtype, torch.dtype], int, int, tuple[int, int]]:
-    """Return element types of the pointers, elements and bytes of a unit, and the fraction from elements to units."""
+    """Choose the unit of a copy, which is what one thread moves in one access.
+
+    Returns:
+        The element types of both pointers; the number of these elements in a unit; the bytes of a unit; and two
+        numbers (a, b), such that n elements of the rows are n * a / b units.
+    """
     # A stride of a dim of size 1 is never walked, so it does not narrow the unit.
     strides = [step for size, step in zip(geo.dims, geo.strides, strict=True) if size > 1]
     numbers = [*strides, geo.stride_rank, geo.run, geo.row, *(geo.starts or ())]
@@ -265,12 +270,14 @@ def _unit(
         size = rows_dtype.itemsize
         unit = math.gcd(alignment or 16, 16, *(n * size for n in numbers))
         element = min(unit, 8)
-        return (_INTEGERS[element], _INTEGERS[element]), unit // element, unit, (size, unit)
-    # Arithmetic keeps both types. A unit has up to 16 bytes of the smaller one if both addresses are multiples of 16.
-    # Else it has as many elements of the larger one as the alignment holds.
+        integer = _INTEGERS[element]
+        return (integer, integer), unit // element, unit, (size, unit)
+    # Arithmetic keeps both types. If both addresses are multiples of 16, a unit may have 16 bytes of the smaller type.
+    # Else it may have as many elements of the larger type as the alignment holds.
     small, large = sorted((rows_dtype.itemsize, wire_dtype.itemsize))
     aligned = math.gcd(alignment or 16, 16)
-    vec = math.gcd(*numbers, 16 // small if aligned == 16 else max(aligned // large, 1))
+    most_elements = 16 // small if aligned == 16 else max(aligned // large, 1)
+    vec = math.gcd(*numbers, most_elements)
     return (rows_dtype, wire_dtype), vec, vec * small, (1, vec)
 
 

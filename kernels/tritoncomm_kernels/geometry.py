@@ -58,12 +58,13 @@ def geometry_of(
         raise ValueError(f"{name}: rows must have a dim")
     outer, row = math.prod(shape[:-1]), shape[-1]
     if sizes is None:
-        world, run, starts = *_even(name, outer, row, wire_shape, wire_stride, target), None
+        world, run = _even(name, outer, row, wire_shape, wire_stride, target)
+        starts = None
         stride_rank = wire_stride[0] if world > 1 else 0
     else:
         world, run, stride_rank = len(sizes), 0, 0
         starts = _uneven(name, outer, row, wire_shape, wire_stride, sizes)
-    # The target must not overlap itself; a side that is only read may.
+    # Rows that are written must not overlap. The wire was checked above.
     if target == "rows" and any(size > 1 and step == 0 for size, step in zip(shape, stride, strict=True)):
         raise ValueError(f"{name}: rows {tuple(shape)} with strides {stride} overlap and cannot be written")
     dims, strides = coalesce(shape[:-1], stride[:-1])

@@ -202,8 +202,9 @@ def sort_by_owner(ids: Tensor, per: int, owner: int, counts: Tensor) -> OwnerSor
 
     Args:
         ids: ``[tokens, k]``, int64 or int32, every token contiguous, k at most 64.
-        counts: ``[owners, 4]``, contiguous, int64, to write: tokens of each owner, their further ids of that owner, and
-            two numbers whose sum is that of all ids of no owner, the same in every row.
+        counts: ``[owners, 4]``, contiguous, int64, to write. Column 0 is the number of tokens that have an id of this
+            owner. Column 1 is the number of further ids of this owner that these tokens have. Columns 2 and 3 are the
+            same in every row, and add up to the number of ids that no owner has.
 
     Raises:
         ValueError: k is above 64, tokens are not contiguous, two devices, counts of another shape.
@@ -211,8 +212,10 @@ def sort_by_owner(ids: Tensor, per: int, owner: int, counts: Tensor) -> OwnerSor
         TooLargeError: 2**31 ids, or nearly that.
 
     Example:
-        Ids ``[[2, 0], [2, 3]]`` of two owners of 2, ``owner`` 0: lines are ``[0, 1, 0, _]``, the index is ``[[2, 0],
-        [1, -1]]``, and the counts are ``[[1, 0, 0, 0], [2, 1, 0, 0]]``.
+        Ids ``[[2, 0], [2, 3]]`` of two owners of 2, ``owner`` 0. Token 0 has ids of both owners, and token 1 two ids of
+        owner 1. Owner 0 comes last: lines are ``[0, 1, 0, _]``, first both tokens for owner 1, then token 0 for owner
+        0. The index has the places of each token among them, by owner: ``[[2, 0], [1, -1]]``. The counts are ``[[1, 0,
+        0, 0], [2, 1, 0, 0]]``.
 
     Traffic: reads the ids twice, and writes two numbers for each.
     """

@@ -138,15 +138,17 @@ def _plan(
     moved = parts * length * wire_dtype.itemsize + length * out_dtype.itemsize
     small, large = sorted((wire_dtype.itemsize, out_dtype.itemsize))
     aligned = math.gcd(alignment or 16, 16)
-    widest = 16 // small if aligned == 16 else max(aligned // large, 1)  # elements of an access
-    step = stride[0] if parts > 1 else 0  # elements from a part to the next, which are whole accesses
-    vec = math.gcd(step, widest)
+    # Elements of one access: 16 bytes of the smaller type if both addresses allow it, else what the alignment holds of
+    # the larger type. Every part has to begin with a whole access, so that the distance of parts is a multiple.
+    most_elements = 16 // small if aligned == 16 else max(aligned // large, 1)
+    step = stride[0] if parts > 1 else 0
+    vec = math.gcd(step, most_elements)
     tile = config or tile_on(device, "reduce", small, 1, length * small)
     block = max(tile.block_cols // small, vec)
     units, tail_elements = divmod(length, vec)
     numbers = (step // vec, units, tail_elements, parts)
     fits("reduce", numbers)
-    # Parts that are summed unrolled: all, or as many as leave whole chunks for the loop.
+    # Few parts are summed without a loop. Of many, the first ones are, so that the loop gets a multiple of _CHUNK.
     first = parts if parts <= _UNROLLED else _CHUNK + parts % _CHUNK
     constants = dict(
         VEC=vec, PARTS=first, CHUNK=0 if parts <= _UNROLLED else _CHUNK, WIDE=TRITON_TYPE[wide], HAS_SCALE=scaled,

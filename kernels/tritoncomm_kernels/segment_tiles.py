@@ -265,14 +265,17 @@ def _unit_of_bytes(records: _Records, sides: _Sides) -> tuple[Array, Array]:
     in_rows, in_parts = sides.addresses(records)
     in_wire = in_parts[:, 0]
     if sides.is_bits:
-        # The widest unit that both sides can have behind a head of single bytes: their distance is a multiple of it.
+        # A wide unit needs addresses that are multiples of it on both sides. Single bytes in front, the head, may be
+        # copied first. After a head both sides are aligned together if their distance is a multiple of the unit.
         unit = _low_bit(in_rows - in_wire)
-        # The widest one of which the whole record is made, without a head. A record that fits into one block of such
-        # units is not parted for wider ones.
+        # Without a head, the addresses and the length have to be multiples of the unit. A short record, which takes one
+        # block of such units, is not worth a head.
         headless = _low_bit(in_rows | in_wire | records.count)
-        unit = np.where(records.count <= headless * BLOCKS[-1], np.minimum(headless, unit), unit)
+        is_short = records.count <= headless * BLOCKS[-1]
+        unit = np.where(is_short, np.minimum(headless, unit), unit)
         return unit, -in_wire % unit
-    # Of casts and sums ``head`` brings the smaller type to a multiple of 16 bytes; wide units need it on all sides.
+    # Casts and sums: the head ends where the address of the smaller type is a multiple of 16. Wide units are used if
+    # all other addresses are multiples of 16 there, too.
     small, at = (sides.rows, in_rows) if sides.rows <= sides.wire else (sides.wire, in_wire)
     head = -at % 16 // small
     fits = ((in_rows + head * sides.rows) | _every_bit(in_parts + head[:, None] * sides.wire)) % 16 == 0

@@ -321,21 +321,30 @@ def checked_copies(name: str, copies: Copies, layouts: Layouts) -> CheckedSegmen
 
 
 def _strided(group: Sequence[Segment], itemsize: int) -> Iterator[Strided]:
-    """Yield one copy for each run of equally distant segments, of segments that differ by their offsets alone."""
+    """Join segments that have equal distances, so that one copy moves them all; yield these copies.
+
+    Args:
+        group: segments that are equal but for their offsets in the tensor and in the wire.
+    """
     first = 0
     while first < len(group):
-        segment, end, gaps = group[first], first + 1, (0, 0)
+        # The segments from ``first`` up to ``end`` become one copy. ``distance`` is from one of them to the next: in
+        # the tensor, in elements, and in the wire, in bytes.
+        segment, end, distance = group[first], first + 1, (0, 0)
         while end < len(group):
             here, before = group[end], group[end - 1]
-            # ``apart`` is the distance to the segment before, in the tensor (elements) and in the wire (bytes).
-            apart = here.offset - before.offset, here.wire - before.wire
-            is_second = end == first + 1  # which decides the distance of the others
-            if min(apart) < 0 or apart[1] % itemsize or (not is_second and apart != gaps):
+            next_distance = here.offset - before.offset, here.wire - before.wire
+            is_second = end == first + 1
+            if min(next_distance) < 0 or next_distance[1] % itemsize:
                 break
-            gaps, end = apart, end + 1
-        _, offset, rows, row, stride, wire, step = segment
-        strides, steps = (gaps[0], stride, 1), (gaps[1] // itemsize, step or row, 1)
-        yield Strided(segment.tensor, offset, (end - first, rows, row), strides, wire, steps)
+            if not is_second and next_distance != distance:
+                break
+            distance, end = next_distance, end + 1
+        _, offset, rows, row, stride, wire, wire_stride = segment
+        size = end - first, rows, row
+        strides = distance[0], stride, 1
+        steps = distance[1] // itemsize, wire_stride or row, 1
+        yield Strided(segment.tensor, offset, size, strides, wire, steps)
         first = end
 
 

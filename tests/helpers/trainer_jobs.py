@@ -373,7 +373,7 @@ def _misuses(group: dist.ProcessGroup, name: str, folder: str) -> dict[str, str]
     errors["evaluate"] = _error(plain.evaluate)
     errors["predict"] = _error(lambda: plain.predict(samples))
     own = kind(model=_model(), args=args, train_dataset=samples[group.rank() :: 2], ulysses=name)
-    sequence_batch._compared.pop(group, None)
+    sequence_batch._compared.forget(group)
     errors["own samples"] = _error(own.train)
     with variables.CHECK.override(True):
         errors["own samples, in check mode"] = _error(own.train)

@@ -160,9 +160,10 @@ def _run_switched(plain: Any, folder: str, name: str) -> None:
     """Train a switched model by a Trainer without the mixin, whose ranks draw samples of their own."""
     from vision_models import tiny
 
-    from tritoncomm.integrations.transformers import whole_batches
+    from tritoncomm.core.validation import PerGroup
+    from tritoncomm.integrations.transformers import batch as sequence_batch
 
-    whole_batches._compared.clear()  # of the runs before
+    sequence_batch._compared = PerGroup()  # of the runs before
     model = tiny("qwen3_vl")
     samples, collator = _samples(model), _Collator(model)
     ours.switch(model, name)

@@ -798,7 +798,7 @@ def test_other_selections_of_a_batch_are_refused(group: ProcessGroup, name: str)
         by_index = {key: x[torch.tensor([1, 0])] for key, x in shard.items()}
         cases: list[tuple[type[Exception], str, dict[str, Tensor]]] = [
             (ArgumentError, "that is no slice of its rows", columns),
-            (ArgumentError, "shard_batch did not make these position_ids.*rows by index do not", by_index),
+            (ArgumentError, "shard_batch did not make these position_ids.*rows by index are not", by_index),
             (ShapeError, r"tokens \[4, 12\] with position_ids of 1 rows", {**shard, **rows_of(
                 {"position_ids": shard["position_ids"]}, slice(1, 2))}),
             (ShapeError, r"tokens \[1, 12\] with position_ids of 4 rows", {**rows_of(shard, slice(1, 2)),

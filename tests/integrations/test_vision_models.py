@@ -26,7 +26,8 @@ from vision_sweep import compare, drawn_verdicts, gradients, verdict
 
 from tritoncomm.errors import ArgumentError, CommError, MismatchError, ShapeError, UnsupportedError
 from tritoncomm.integrations import transformers as ours
-from tritoncomm.integrations.transformers import forwards, recurrent_layers, whole_batches
+from tritoncomm.integrations.transformers import batch as sequence_batch
+from tritoncomm.integrations.transformers import forwards, recurrent_layers
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -373,7 +374,7 @@ def test_refusals(group: ProcessGroup) -> None:
             with pytest.raises(error, match=words):
                 call()
             assert forwards.innermost() is None
-        whole_batches._compared.clear()
+        sequence_batch._compared.forget(group)
         with pytest.raises(MismatchError, match="different batches"):
             it.model(**other)
         it = refreshed(it, group)

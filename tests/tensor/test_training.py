@@ -201,9 +201,9 @@ def test_optimizers_that_need_whole_parameters_are_refused(group: TorchGroup) ->
 
 def test_every_optimizer_of_torch_is_judged() -> None:
     every = {kind for kind in vars(torch.optim).values() if inspect.isclass(kind) and kind.__name__ != "Optimizer"}
-    unknown = {kind.__name__ for kind in every if optimizers._verdict(kind) == ""}
+    unknown = {kind.__name__ for kind in every if optimizers._why_not_by_element(kind) == ""}
     assert not unknown, "a new optimizer of torch: element-wise, or not?"
-    assert {kind.__name__ for kind in every if optimizers._verdict(kind)} == {"Muon", "Adafactor", "LBFGS"}
+    assert {kind.__name__ for kind in every if optimizers._why_not_by_element(kind)} == {"Muon", "Adafactor", "LBFGS"}
 
 
 def test_optimizers_are_watched_once_there_are_colo_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

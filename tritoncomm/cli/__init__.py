@@ -46,11 +46,11 @@ def _about(
 
 
 def _run_once(command: str) -> None:
-    """Leave a command to one rank of the job, or of the node: it starts the ranks that it needs itself."""
+    """Let one rank of the job, or of each node, run a command, which starts the ranks that it needs itself."""
     try:
         launch = launchers.started_by(os.environ)
     except GroupError as error:
-        # It runs where the variables contradict each other, to report that.
+        # ``doctor`` runs where the launcher's variables contradict each other, too, to report that.
         if command == "doctor":
             return
         raise refuse(error) from None

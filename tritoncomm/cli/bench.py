@@ -55,8 +55,11 @@ def bench(
         launch = None if launch is None or launch.size == 1 else launch
         if launch is not None and ranks not in (None, launch.size):
             raise ArgumentError(f"{launch.launcher} started {launch.size} ranks: leave --ranks out")
+        to_start = None  # the launcher's ranks take part
+        if launch is None:
+            to_start = Settings.ranks if ranks is None else ranks
         settings = Settings(
-            ranks=(Settings.ranks if ranks is None else ranks) if launch is None else None,
+            ranks=to_start,
             device=device,
             dtype=dtype_name(parse_dtype(dtype)),
             sizes=tuple(mib or ()),
@@ -111,6 +114,7 @@ def summary(result: Mapping[str, Any]) -> Sequence[str]:
         "Times are those of the slowest rank at p20.",
     ]
     if rows:
+        # A spread is the whole width, p80 - p20, of which ± shows half.
         slower = [row for row in rows if "plain" in row["ratio"] and row["ratio"]["plain"] - row["spread"]["plain"] > 1]
         lines.append(f"{counted(len(rows), 'row')}: values and gradients of all providers are equal")
         lines.append(f"slower than plain torch by more than the spread: {counted(len(slower), 'row')}")

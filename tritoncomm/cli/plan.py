@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, replace
 from difflib import get_close_matches
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -97,9 +98,10 @@ def plan(
             if world is not None:
                 raise ValueError("--world: the layouts of reshard have their ranks, --source 'S0*8' for example 8")
             planned = plan_reshard(shape, source, target, dtype, rank, bucket)
-            print(json.dumps(reshard.as_json(planned, rates), indent=1)) if as_json else say(
-                console, planned.text(rates)
-            )
+            if as_json:
+                print(json.dumps(reshard.as_json(planned, rates), indent=1))
+            else:
+                say(console, planned.text(rates))
             return
         names = *OPS, *OPS.values(), *LAYERS, *(layer.name for layer in LAYERS.values())
         if op not in names:
@@ -108,15 +110,16 @@ def plan(
             raise ValueError(f"no mapping {op!r}; {hint}")
         if world is None:
             raise ValueError("--world is missing: the number of ranks")
+        numbers = partial(parse_ints, minimum=0)
         multiprocessors = 0
         if device == "cuda" and torch.cuda.is_available():
             gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
             device, multiprocessors = gpu.name, gpu.multi_processor_count
         explanation = explain(
-            op, parse_ints(shape, "--shape", 0), world, parse_dtype(dtype), parse_ints(dim, "--dim"), device, rates,
-            overwrite, sizes=parse_ints(sizes, "--sizes", 0) or None, rank=rank,
-            out_sizes=parse_ints(out_sizes, "--out-sizes", 0) or None,
-            stride=parse_ints(strides, "--strides", 0) or None, sm_count=multiprocessors,
+            op, numbers(shape, "--shape"), world, parse_dtype(dtype), parse_ints(dim, "--dim"), device, rates,
+            overwrite, sizes=numbers(sizes, "--sizes") or None, rank=rank,
+            out_sizes=numbers(out_sizes, "--out-sizes") or None, stride=numbers(strides, "--strides") or None,
+            sm_count=multiprocessors,
             layer=LayerArguments(
                 parse_ints(heads, "--heads"), taps, topk, parse_dtype(wire) if wire else None, two_levels
             ),

@@ -13,7 +13,7 @@ from tritoncomm.reshard import Layout, ReshardPlan, reshard_plan
 
 __all__ = ["as_json", "parse_layout", "plan_reshard"]
 
-_AXIS = re.compile(r"(?:S(-?\d+)|R)\*(\d+)")
+_AXIS = re.compile(r"(?:S(?P<dim>-?\d+)|R)\*(?P<size>\d+)")
 _MAX_RANKS = 4096
 
 
@@ -23,16 +23,17 @@ def parse_layout(text: str, shape: tuple[int, ...], option: str) -> Layout:
     # one.
     axes, _, first = text.replace(" ", "").partition("@")
     matches = [_AXIS.fullmatch(axis) for axis in axes.split(",")]
-    if not all(matches) or not (first.isdigit() or "@" not in text):
+    has_valid_first = first.isdigit() or "@" not in text
+    if not all(matches) or not has_valid_first:
         raise ValueError(
             f"{option} must be axes like S0*8 or R*2,S1*4 (shards of a dim, replicas), and @8 for the first rank, not "
             f"{text!r}"
         )
-    sizes = [int(match[2]) for match in matches if match]
+    sizes = [int(match["size"]) for match in matches if match]
     count, start = math.prod(sizes), int(first or 0)
     if not 1 <= count <= _MAX_RANKS or start + count > _MAX_RANKS:
         raise ValueError(f"{option} {text!r}: one rank or more, and {_MAX_RANKS} at most")
-    placements = [None if match[1] is None else int(match[1]) for match in matches if match]
+    placements = [None if match["dim"] is None else int(match["dim"]) for match in matches if match]
     return Layout.on_mesh(shape, np.arange(start, start + count).reshape(sizes), placements)
 
 

@@ -447,8 +447,9 @@ def all_gather_list(parts: list[Tensor], x: Tensor, group: ProcessGroup, name: s
         """Start the all-gather, which fills this rank's part by a copy."""
         if x.is_meta:  # programs propagate shapes through all collectives
             return group.allgather([parts], [x], _gather_options[asynchronous])
-        # Every part that is not empty is a broadcast, as torch's own all-gather into a list fails: Gloo refuses uneven
-        # sizes, and nccl2, which compares addresses, takes two empty parts for one buffer and gathers equal sizes.
+        # A broadcast for every part that is not empty. torch's own all-gather into a list is no alternative: Gloo
+        # refuses uneven sizes. The nccl2 backend tells by their addresses whether the parts are one buffer. Empty parts
+        # have the same address, so that it would mistake them for one buffer of equal parts.
         parts[group.rank()].copy_(x)
         return _rooted(group.broadcast, dist.BroadcastOptions, parts, group)
 

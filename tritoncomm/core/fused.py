@@ -73,27 +73,36 @@ def _blocks(
     Args:
         total: elements of a rank's part of the wire.
     """
-    dim, step, whole = shard.dim, shard.shape[shard.dim], shape[shard.dim]
-    full, rest = divmod(whole, step) if step else (0, 0)
-    inner, run = contiguous_stride(shard.shape), shard.stop - shard.start
-    yield _joined(Block(
-        tensor, (full, *shard.shape), (step * stride[dim], *stride), 0, shard.start * itemsize, (total, *inner)
-    ))  # fmt: skip
-    if rest:
-        at = (full * total + shard.start) * itemsize
-        yield Block(tensor, resized(shape, dim, rest), stride, full * step * stride[dim], at, inner)
-        # Each row of a shorter shard is padded. Sizes and strides of padding are bytes, and it has none in a tensor.
-        tail_bytes = math.prod(shape[dim + 1 :]) * itemsize
-        row_bytes, kept_bytes = step * tail_bytes, rest * tail_bytes
-        num_rows = run * itemsize // row_bytes if row_bytes else 0
+    # Along the dim a full shard has ``step`` indices. The first ``num_full`` ranks have full shards, the next one has
+    # the ``remainder``, and the ranks behind it have only padding.
+    dim, step = shard.dim, shard.shape[shard.dim]
+    num_full, remainder = divmod(shape[dim], step) if step else (0, 0)
+    shard_stride, shard_bytes = contiguous_stride(shard.shape), (shard.stop - shard.start) * itemsize
+    yield _joined(
+        Block(
+            tensor,
+            size=(num_full, *shard.shape),
+            stride=(step * stride[dim], *stride),
+            offset=0,
+            wire_byte=shard.start * itemsize,
+            wire_stride=(total, *shard_stride),
+        )
+    )
+    if remainder:
+        at = (num_full * total + shard.start) * itemsize
+        yield Block(tensor, resized(shape, dim, remainder), stride, num_full * step * stride[dim], at, shard_stride)
+        # In the wire a row of this shard is as long as a row of a full one, so that each row ends with padding.
+        index_bytes = math.prod(shape[dim + 1 :]) * itemsize
+        row_bytes, kept_bytes = step * index_bytes, remainder * index_bytes
+        num_rows = shard_bytes // row_bytes if row_bytes else 0
         yield _padding((num_rows, row_bytes - kept_bytes), at + kept_bytes, row_bytes)
-    empty = world - full - bool(rest)
-    at = ((world - empty) * total + shard.start) * itemsize
-    yield _padding((empty, run * itemsize), at, total * itemsize)
+    num_empty = world - num_full - bool(remainder)
+    at = ((world - num_empty) * total + shard.start) * itemsize
+    yield _padding((num_empty, shard_bytes), at, total * itemsize)
 
 
 def _padding(size: Ints, wire: int, wire_step: int) -> Block:
-    """Return rows of zeros in the wire, ``wire_step`` bytes from one to the next."""
+    """Return rows of zeros in the wire, ``wire_step`` bytes from one to the next; sizes of padding are bytes."""
     return Block(PADDING, size, (0, 1), 0, wire, (wire_step, 1))
 
 

@@ -218,15 +218,16 @@ def _by_positions(
 def heads_plan(
     shapes: tuple[Ints, ...], strides: tuple[Ints, ...], layout: HeadLayout, rank: int, dtype: torch.dtype
 ) -> ToHeads:
-    """Plan the exchange from this rank's positions of all heads to all positions of its heads."""
+    """Plan the exchange in which a rank sends its positions of all heads, and receives all positions of its heads."""
     seq_dim, shares, seq_sizes = layout.seq_dim, layout.shares, layout.seq_sizes
     _check(shapes, [share.heads for share in shares], seq_sizes[rank], seq_dim)
     blocks, sent = _by_heads(shapes, strides, shares, len(seq_sizes), dtype.itemsize)
     lead = _lead(shapes[0], seq_dim, sum(seq_sizes))
     heads = [share.sizes[rank] for share in shares]
     results = tuple([(*lead, n, shape[3]) for n, shape in zip(heads, shapes, strict=True)])
+    # All tensors arrive in one buffer, side by side. If they have the same head_dim, the buffer is split along the
+    # heads. Else it has a single head of many columns, which is split along these; each part then gets its own shape.
     columns = [n * shape[3] for n, shape in zip(heads, shapes, strict=True)]
-    # Tensors with one head_dim lie side by side in the dim of the heads, others in the last dim under one head.
     if len({shape[3] for shape in shapes}) == 1:
         fused, sizes, result_shapes = (*lead, sum(heads), shapes[0][3]), heads, ()
     else:

@@ -64,13 +64,15 @@ def difference(settings: Sequence[Mapping[str, str]]) -> str:
     every = range(len(settings))
     speed = [_line(variables.PATH.name, settings, every)]
     for device, ranks in sorted(_by_value("device", settings, every).items()):
-        # Tables are compared between devices of one kind. Where no table was read, the variable with its path is
-        # compared: nodes may have one table in different places.
+        # Between devices of one kind the contents of tables are compared, not their paths: nodes may have one table in
+        # different places. Only if a rank has read none it is the variable with the path.
         name = "tuned tables" if all(settings[rank]["tuned tables"] for rank in ranks) else tables.VARIABLE
         speed.append(_line(name, settings, ranks, f" for {device}"))
     slower, header = "; ".join(filter(None, speed)), _line(variables.CHECK.name, settings, every)
-    slower = slower and f"{slower}. Results are the same, but every collective waits for the slowest rank"
-    header = header and f"{header}. Messages between ranks that differ in it fail: only one side has a header"
+    if slower:
+        slower += ". Results are the same, but every collective waits for the slowest rank"
+    if header:
+        header += ". Messages between ranks that differ in it fail: only one side has a header"
     words = ". ".join(filter(None, (slower, header)))
     return words and (
         f"ranks are configured differently: {words}. Give every rank the same variables and one table (docs/tuning.md)"

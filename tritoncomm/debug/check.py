@@ -114,7 +114,7 @@ def check_call(entry: Entry, group: Any, x: Any) -> None:
     if first is not None and first.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(f"{call.name}: check mode cannot compare calls that a CUDA graph replays; turn it off")
     member = _member_of(group, call)
-    if member.store is None:
+    if member.store is None:  # torch's fake process group, which sends nothing
         return
     device = "" if first is None else first.device.type
     place = {"world": len(member.ranks), "rank": member.rank, "device": device}
@@ -135,7 +135,8 @@ def compare(member: _Member) -> str:
     """Wait for all ranks of a group, and return the first difference of the calls since their last comparison."""
     # The window is emptied in any case, also by an error.
     window, member.window = member.window, []
-    # The members share this incarnation: one that comes late to a failed call finds the verdict under its own count.
+    # An incarnation is a token in the keys of a group's comparisons, new after a failure. A member that comes late to
+    # the failed call still has the old one, and finds the verdict under its own count.
     if member.incarnation is not None:
         return _compare(member, window)
     # A member without an incarnation first agrees with the others on one: the first to come opens it.
@@ -146,7 +147,8 @@ def compare(member: _Member) -> str:
         problem = _compare(member, window)
     finally:
         # ``set_once`` takes the empty value for none, so the next member that comes here opens a new incarnation.
-        member.store.replace(key, joined, "")  # unless another member has closed it, and a third one opened the next
+        # Replaced only if it still is ``joined``: another member may have closed it, and a third one opened the next.
+        member.store.replace(key, joined, "")
         if not member.rank:  # at the next call all members have left this one
             member.stale.append(key)
     if problem:

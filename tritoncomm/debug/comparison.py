@@ -100,6 +100,8 @@ class Comparison:
         while self.stale:  # all ranks have come, so all have read the verdicts of earlier calls
             store.delete(self.stale.pop())
         store.delete_orphans(self.ranks)
+        # 8 bytes of the calls' common hash, or ``_UNEQUAL``; then sums of rows sent less rows received, 0 where they
+        # fit.
         fits = digest[:8] != _UNEQUAL and not any(digest[8:])
         return self._decide(base, _AGREED if fits else _DIFFERENT)
 
@@ -126,7 +128,8 @@ class Comparison:
         """Wait for the verdict, and return it; then delete ``rank_key``, the key that this rank has set, if any."""
         key, awaited = f"{base}/verdict", []
         if self.place:
-            # The verdict comes from the parent in the tree, in a report from the first rank. It is no key of that rank.
+            # The rank that this one waits for, without a key of that rank: the parent in the tree of digests; in the
+            # report that follows a difference, whose base is another one, the first rank.
             parent = (self.place - 1) // FANOUT if base == self.base else 0
             awaited = [["", self.ranks[parent]]]
         stall = self._stall(base, awaited)
@@ -245,8 +248,8 @@ class Stall:
         if self.verdict and self.store.has(self.verdict):
             return None
         is_late = waited >= self.timeout
-        # A late call fails only after one look: two ranks of a circle that go on without a look would block in their
-        # calls.
+        # A late call fails only after a look for a circle: ranks of one that went on without it would block in their
+        # collectives, where nobody looks any more.
         if is_late and self.has_looked:
             self._claim(waited)
         else:
@@ -313,18 +316,19 @@ def fail_circle(store: JobStore, mine: Blocked) -> bool:
     circle = _circle(store, mine)
     if circle is None:
         return False
-    # A blocked rank makes no other call, so a circle stays one. But ranks are read one after the other, and a rank may
-    # go on meanwhile, which sets and deletes keys of its call. So every rank of the circle still has to miss the next
-    # one, and then all of them have to be where they were found.
+    # A blocked rank makes no other call, so a circle stays one. But ranks were read one after the other, and a rank may
+    # have gone on meanwhile, which sets and deletes keys of its call. So three things have to hold, in this order.
+    # 1. Every rank of the circle still misses a key of the next one.
     ranks = list(circle)
     following = zip(circle.values(), [*ranks[1:], ranks[0]], strict=True)
     if any(awaited not in _missing(store, each) for each, awaited in following):
         return False
     others = {rank: each for rank, each in circle.items() if rank != store.rank}
-    # In this order: a verdict is deleted only after its ranks have come to a later call. This rank's own verdict may be
-    # set as well, while the thread that reads it has not run yet.
+    # 2. None of their calls has a verdict; this rank's own may have one, which the thread that reads it has not seen.
     if any(store.has(f"{each.base}/verdict") for each in (mine, *others.values())):
         return False
+    # 3. All are where they were found. Last, as a verdict is deleted only after its ranks have come to a later call:
+    # one that was deleted before the second check shows here.
     if any(store.blocked(rank) != each for rank, each in others.items()):
         return False
     table = table_of({rank: each.words for rank, each in circle.items()})

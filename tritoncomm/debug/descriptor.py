@@ -116,7 +116,7 @@ def _describe(
         uneven = given["in_sizes"] is not None or given["out_sizes"] is not None
         if uneven:  # even calls of equal shapes fit together
             sends, receives = _rows(shape, given["in_sizes"], world), _rows(shape, given["out_sizes"], world)
-        # A tensor that contradicts its own sizes keeps its dim 0 in the field, as in ``_uneven_dim``.
+        # Dim 0, in which ranks differ, is left out of the shape; it stays where it contradicts the sizes, to be seen.
         fits = bool(shape) and sum(sends) == shape[0]
         fields |= {"shape": _shape(shape, 0 if uneven and fits else None), "sizes": "given" if uneven else "even"}
         fields["exchange"] = "flat" if given["node_size"] is None else f"over nodes of {given['node_size']} ranks"
@@ -177,8 +177,9 @@ def _plain(kind: str, shape: Any, given: dict[str, Any], world: int, rank: int) 
     rest = {key: value for key, value in given.items() if key not in ("dim", "sizes")}
     if type(rest.get("scale")) is int:  # 2 and 2.0 are one factor
         rest["scale"] = float(rest["scale"])
-    # An argument may have the name of the tensors' own dtype.
-    return fields | {"dtype of the wire" if key == "dtype" else key: str(as_json(rest[key])) for key in rest}
+    if "dtype" in rest:  # which is the field of the tensors' own
+        rest["dtype of the wire"] = rest.pop("dtype")
+    return fields | {key: str(as_json(value)) for key, value in rest.items()}
 
 
 def _rows(shape: Any, sizes: Any, world: int) -> tuple[int, ...]:

@@ -103,7 +103,7 @@ class FlightCall(NamedTuple):
         if key not in places:
             places[key] = located(self.site)
         names, arguments = KINDS.get(self.kind, ()), self.arguments
-        if arguments and isinstance(arguments[0], FunctionType):
+        if arguments and isinstance(arguments[0], FunctionType):  # left to now, as calls are to be cheap
             arguments = arguments[0](*arguments[1:])
         data = {"number": number} | self._asdict() | dict(zip(("file", "line"), places[key], strict=True))
         data["arguments"] = {name: as_json(value) for name, value in zip(names, arguments, strict=False)}
@@ -179,7 +179,7 @@ class Flight:
 
         Args:
             x: tensor of the call, a sequence of its tensors, or None.
-            arguments: of the kind, or a function followed by its arguments, which returns them.
+            arguments: of the kind; or a function that returns them, to be called when they are read, and its arguments.
             depth: number of frames from this method up to the frame of the program, or fewer.
         """
         # Every line is on the hot path: words, files and lines are left to ``dump``.
@@ -198,7 +198,7 @@ class Flight:
         try:  # the program's frame is at ``depth`` for most calls, so there is no walk over frames
             frame = _frame(depth if _current_node() is None else depth - 1)  # the frame of our backward comes sooner
             code, offset = frame.f_code, frame.f_lasti
-            # Not 0: a file of torch or of this package.
+            # A source that is not 0 is a file of torch or of this package.
             if sources[code.co_filename] or code.co_name == "<genexpr>":
                 code, offset = site_above(frame)
             del frame  # it keeps tensors
@@ -209,8 +209,8 @@ class Flight:
             last = self.last[thread]
         except KeyError:
             last = self.last[thread] = [thread, None, 0]
-        # ``last[0]`` equals ``thread``: entries share one int object. ``end`` and ``failed`` fill in the last fields:
-        # end, path, bytes copied, bytes sent, error.
+        # ``last[0]`` equals ``thread``, as one int object that all entries of the thread share. The last fields, which
+        # ``end`` and ``failed`` fill in: end, path, bytes copied, bytes sent, error.
         last[1] = entry = [
             count, name, kind, group_name, shape, dtype, arguments, code, offset, last[0], _time(), 0, "", 0, 0, "",
         ]  # fmt: skip
@@ -306,14 +306,15 @@ def _name_of(group: Any) -> str:
 def write_on(reason: str) -> Path | None:
     """Write the flight record to its file if ``TRITONCOMM_FLIGHT`` is on; return the path, None without a file.
 
-    Nothing is raised; a line on standard error has the path, once for periodic records and once for others, or the
-    error. Of consecutive errors with ``PERIODIC`` only the first is reported.
+    Nothing is raised. The path is printed on standard error for the first record with the reason ``PERIODIC`` and for
+    the first with another one; an error is printed each time, of consecutive periodic ones for the first alone.
     """
     # A process without calls may be a worker of a rank, whose record it would replace.
     if not variables.FLIGHT.value[0] or not flight.entries:
         return None
     # The progress before the write: a call that is made during it counts as a change since.
-    is_news, progress = reason != PERIODIC or flight.reason != PERIODIC, flight.progress()
+    progress = flight.progress()
+    is_news = reason != PERIODIC or flight.reason != PERIODIC
     flight.reason = reason
     try:
         file = _write(None, reason)
@@ -389,7 +390,7 @@ def _is_inside(frame: Any) -> bool:
 
 def _snapshot(reason: str) -> dict[str, Any]:
     """Return the flight record of this rank as a dict of JSON values: the content of its file."""
-    # Entries first: a call that ends from now on is complete, and is not taken for a rejected one.
+    # Entries first, then which of them run: a call that starts in between is in neither, and is not taken for rejected.
     entries, counts = list(flight.entries), dict(flight.counts)
     under_way = {id(entry) for _, entry in _open_entries(time.time_ns())}
     for entry in entries:

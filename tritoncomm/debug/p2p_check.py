@@ -112,8 +112,8 @@ class CheckedHop:
             count = self._store.counts[channel] = self._store.counts.get(channel, 0) + 1
             words = f"{name}: {key} {contents[key].words} at {file}:{line}"
             which = f", transfer {count} from rank {ends[0]} to rank {ends[1]}"
-            # Key 0 is the sender's, key 1 the receiver's.
-            own_key, peer_key = (f"{channel}/{count}/{int(side)}" for side in (not is_send, is_send))
+            sender_key, receiver_key = f"{channel}/{count}/0", f"{channel}/{count}/1"
+            own_key, peer_key = (sender_key, receiver_key) if is_send else (receiver_key, sender_key)
             if not refused:
                 self._store.set(own_key, json.dumps([key, contents[key], words]))
             mine = Blocked(channel, words + which, [[peer_key, peer]])
@@ -129,8 +129,8 @@ class CheckedHop:
         transfer, store = self._transfers[key], self._store
 
         def ready() -> bytes | None:
-            # An end that closes the channel writes the verdict first, then keys of its later steps. So the peer's key
-            # is read first: a key that is there without a verdict behind it is that of an open channel.
+            # An end that closes the channel writes the verdict first, then keys of its later steps. Here the key is
+            # read first: if it was one of a closed channel, the verdict is there when that is read.
             peer_content = store.get(transfer.peer_key)
             return store.get(transfer.verdict) or peer_content
 

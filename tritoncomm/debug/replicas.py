@@ -27,6 +27,7 @@ __all__ = ["check_replicas", "compare_by_layout", "watch_replicas"]
 
 _CHUNK = 1 << 20
 _MULTIPLIERS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)  # the odd multipliers of SplitMix64 as signed integers
+_CHUNK_FACTOR = _MULTIPLIERS[1]
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PACKED = (getattr(torch, "float4_e2m1fn_x2", None),)  # an element is two numbers, which torch does not convert
 _MAX_NAMED, _MAX_TEXT = 10, 200
@@ -286,7 +287,7 @@ def _fingerprint(x: Tensor, weights: Tensor) -> Tensor:
     for part in x.split(len(weights)):
         bits = part.view(_BITS[x.element_size()]).to(torch.int64) + weights[: len(part)]
         # The factor makes the digest depend on the order of the chunks.
-        digest = digest * _MULTIPLIERS[1] + _mixed(bits).sum()
+        digest = digest * _CHUNK_FACTOR + _mixed(bits).sum()
         numbers = part.view(torch.uint8) if part.dtype in _PACKED else part
         squares += numbers.to(torch.float64).square().sum()
     return torch.stack([digest, squares.sqrt().view(torch.int64)])

@@ -245,8 +245,8 @@ def _watch() -> None:
         if time.monotonic() < due or not variables.FLIGHT.value[0]:
             continue
         begun, problem = time.monotonic(), recorder.problem
-        # Once a period the record gets the collectives that are older than it. It is written for the oldest one that
-        # the device has not completed in ``WATCHDOG_SECONDS``.
+        # Once in each PERIOD the collectives that are older than one PERIOD are noted in the record. If the device has
+        # not completed the oldest of them within ``WATCHDOG_SECONDS``, the record is written to its file.
         flight.active = [each for each in recorder.active() if now - each.created >= PERIOD * 1e9]
         if recorder.problem != problem:
             report(recorder.problem)
@@ -256,5 +256,6 @@ def _watch() -> None:
                 where = f"{oldest.name} of group {label_of(oldest.group)!r}"
                 write_on(f"watchdog: {where} was {oldest.state} for {seconds:.0f} s")
         write_if_changed()
+        # The work above took ``ended - begun``. The next turn is so late that this is at most ``SHARE`` of the time.
         ended = time.monotonic()
         due = ended + max(PERIOD, (ended - begun) / SHARE)

@@ -67,7 +67,8 @@ def site_above(frame: Any) -> Any:
             source = sources[code.co_filename]
         except KeyError:
             source = source_of(code.co_filename)
-        if not source:  # the program's
+        is_of_program = not source
+        if is_of_program:
             if code.co_name != "<genexpr>":
                 break
         # A backward has the site of its forward, which ``leave_site`` has stored on the node of autograd's graph.

@@ -174,17 +174,21 @@ class JobStore:
         """End the read of a thread that still waits for ``names``, by setting the missing keys."""
         if reading.has_failed:  # the store is gone, or does not answer
             return
-        for _ in range(_TRIES):  # more than one, because other ranks of a failed call delete their keys
+        for _ in range(_TRIES):  # several tries, as other ranks may delete keys while this one sets them
             for name in names:
                 self._store.compare_set(name, "", abandoned or _PASSED_OVER)
             if reading.wait(0.1) is not None:
                 self._idle.append(reading)
                 break
-        # Without a value for other ranks the missing keys are deleted again. A key that its owner has set meanwhile
-        # does not have the filler, and stays.
-        for name in [] if abandoned else names:
+        if abandoned:  # a value for other ranks, which stays
+            return
+        # The fillers were for this thread alone, so they are deleted again. The owner of a key may have set it
+        # meanwhile, and its value has to stay. The store has no delete that compares. So a filler is first replaced by
+        # ``_MISSING``, which leaves other values alone, and only keys that then have this value are deleted.
+        for name in names:
             self._store.compare_set(name, _PASSED_OVER, _MISSING)
-            if self._store.compare_set(name, _MISSING, _MISSING) == _MISSING.encode():
+            value = self._store.compare_set(name, _MISSING, _MISSING)  # changes nothing, and returns the value
+            if value == _MISSING.encode():
                 self._store.delete_key(name)
 
     def token(self) -> str:

@@ -47,7 +47,9 @@ def story(records: Sequence[Record]) -> list[str]:
     lines += _job_lines(records)
     lines += _of_ranks({each.rank: _open_call(each, by_rank, joined) for each in records})
     lines += _of_ranks({each.rank: _open_collective(each, by_rank, joined) for each in records})
-    for related in ([line for line in lines if line.startswith("  ")], [x for x in lines if "did not join it" in x]):
+    rows_of_tables = [line for line in lines if line.startswith("  ")]
+    missing_ranks = [line for line in lines if "did not join it" in line]
+    for related in (rows_of_tables, missing_ranks):
         if (advice := of_backward(related)) and advice not in lines:
             lines.append(advice)
     lines = lines or ["the records agree, and no call was under way when they were written"]
@@ -69,7 +71,8 @@ def _circle(by_rank: Mapping[int, Record], joined: _Joined) -> list[str]:
     }
     for first in awaited:
         path = [first]
-        # Any rank that is awaited will do: whoever leads back to the path closes a circle.
+        # One of the awaited ranks is followed, until the path meets itself, a circle, or ends. Circles that this path
+        # misses are found from their own ranks.
         while (after := next((rank for rank in awaited[path[-1]] if rank in awaited), None)) is not None:
             if after in path:
                 circle = sorted(path[path.index(after) :])
@@ -120,12 +123,12 @@ def _first_difference(group: str, records: Sequence[Record]) -> list[str]:
         differing = set[int]()
         for each in holders:
             hashes = each.hashes[group]
-            for count, compared in zip(hashes.counts, hashes.compared, strict=True):
-                if count >= oldest and first.setdefault(count, compared) != compared:
+            for count, compared_hash in zip(hashes.counts, hashes.compared, strict=True):
+                if count >= oldest and first.setdefault(count, compared_hash) != compared_hash:
                     differing.add(count)
         for count in sorted(differing):
             names, table = _compare(group, count, holders)
-            if names:
+            if names:  # else no attribute that all of them have differs
                 where = f"{_group_text(group, holders[0])}: call {count} is the first that differs"
                 return [f"{where}, in {', '.join(names)}:", *table]
         if line := _missing_call(group, ranks, holders, records):
@@ -142,8 +145,10 @@ def _compare(group: str, count: int, holders: Sequence[Record]) -> tuple[list[st
         if count in counts:
             compared, shown = (column[counts.index(count)] for column in hashes)
             forms.setdefault((compared, shown), []).append(each)
-    # The first record of each form that differs in compared attributes, and of each of the first forms.
-    differing = {compared: having[0] for (compared, _), having in reversed(forms.items())}
+    # The first record of each form that differs in compared attributes.
+    differing: dict[int, Record] = {}
+    for (compared, _), having in forms.items():
+        differing.setdefault(compared, having[0])
     first, *others = (fields_compared(each.calls[group][count]) for each in list(differing.values())[:_MAX_LINES])
     names = [key for key in first if any(key in other and other[key] != first[key] for other in others)]
     lines = [
@@ -160,7 +165,7 @@ def _shortened(lines: Sequence[str], count: int, indent: str = "") -> list[str]:
 
 
 def _missing_call(group: str, ranks: Sequence[int], holders: Sequence[Record], records: Sequence[Record]) -> str:
-    """Name the ranks that did not make the first call that not all made, where others have left it; else "".
+    """Name the ranks that lack the first call that not all made, if it has ended on a rank that made it; else "".
 
     Args:
         ranks: of the group; empty where they are not known.
@@ -207,8 +212,8 @@ def _message_lines(group: str, records: Sequence[Record], joined: _Joined) -> li
         call = each.received.call
         if each.sent is None and channel not in unsent:
             unsent.add(channel)
-            # The receive has ended because it was asynchronous. In one that has not ended the receiving rank waits,
-            # which another line says.
+            # A receive that has ended was asynchronous. In one that has not the receiving rank waits, and has a line of
+            # its own.
             if call["end"] and not by_rank[each.sender].is_before(call):
                 posted = f"whose receive is posted by {with_line(call)}"
                 lines.append(f"rank {each.sender} did not send message {each.count} to rank {each.receiver}, {posted}")
@@ -251,9 +256,9 @@ def _behind(
     else:
         ranks = {*record.ranks(group)} - {record.rank}
         behind = sorted(rank for rank in ranks & by_rank.keys() if by_rank[rank].count(group) < call["count"])
-    early = [rank for rank in behind if by_rank[rank].is_before(call)]
-    late = [rank for rank in behind if rank not in early]
-    return late, early, sorted(ranks - by_rank.keys())
+    too_old = [rank for rank in behind if by_rank[rank].is_before(call)]
+    did_not_join = [rank for rank in behind if rank not in too_old]
+    return did_not_join, too_old, sorted(ranks - by_rank.keys())
 
 
 def _open_collective(record: Record, by_rank: Mapping[int, Record], joined: _Joined) -> str:

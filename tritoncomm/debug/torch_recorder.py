@@ -47,15 +47,14 @@ class Recorder:
     def __init__(self) -> None:
         """Look up the functions of this build of torch that dump the recorders of NCCL and nccl2."""
         # No public function returns the recorder's entries. Tested: the entry points of torch 2.11 with CUDA, and the
-        # entries of 2.13, whose recorder of CPU groups writes the same format. Where the second function takes the name
-        # of a backend, nccl2 has a recorder of its own: so torch's source says, which was not run on a GPU.
+        # entries of 2.13, whose recorder of CPU groups writes the same format.
         module: Any = _distributed_c10d
         self._dumps: list[Callable[..., bytes]] = []
         if legacy := getattr(module, "_dump_nccl_trace_json", None):
             self._dumps.append(legacy)
         by_backend = getattr(module, "_dump_fr_trace_json", None)
         signature = getattr(by_backend, "__doc__", None) or ""  # of a function in C++, which has no other
-        if "backend:" in signature:
+        if "backend:" in signature:  # nccl2 has a recorder of its own: by torch's source, not run on a GPU
             self._dumps.append(partial(cast("Callable[..., bytes]", by_backend), backend="nccl2"))
         self._may_query = False
         self.problem = ""

@@ -136,7 +136,10 @@ def read(files: Iterable[str | os.PathLike[str]]) -> list[Record]:
     for path in map(Path, files):
         paths += sorted(path.glob("tritoncomm-flight-*.json")) if path.is_dir() else [path]
     records: dict[int, Record] = {}
-    known: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object for the ranks of a group in all records
+    shared: dict[tuple[int, ...], tuple[int, ...]] = {}  # thousands of records name the same ranks: one object for all
+
+    def interned(ranks: Sequence[int]) -> tuple[int, ...]:
+        return shared.setdefault(tuple(ranks), tuple(ranks))
 
     @lru_cache(_LOADED)
     def load(path: Path) -> Calls:
@@ -152,8 +155,7 @@ def read(files: Iterable[str | os.PathLike[str]]) -> list[Record]:
         data = _content(path)
         if data["rank"] in records:
             raise ArgumentError(f"{path} is a second record of rank {data['rank']}")
-        # Thousands of records name the same ranks.
-        data["groups"] = {name: known.setdefault(each := tuple(ranks), each) for name, ranks in data["groups"].items()}
+        data["groups"] = {name: interned(ranks) for name, ranks in data["groups"].items()}
         records[data["rank"]] = _summary(path, data, load)
     if not records:
         raise ArgumentError("there are no flight records in the given files")
@@ -176,11 +178,11 @@ def _summary(path: Path, data: dict[str, Any], load: Callable[[Path], Calls]) ->
     running = [call for call in calls if not call["end"] and not call["error"]]  # of any thread
     # An asynchronous call has ended when its wait() fails: the record's reason has its name and its error.
     failed = [call for call in calls if call["error"] and reason == f"{call['name']}: {call['error'].split(':')[0]}"]
-    last = [call for call in calls[-1:] if not call["end"]]
+    last = [call for call in calls[-1:] if not call["end"]]  # it failed before it ended
     record.current = next(reversed(running or failed or last), None)
-    active = min(data["active"], key=lambda each: each["created"], default={"number": None})
-    if active["number"] is not None:
-        record.issued = next((call for call in calls if call.get("number") == active["number"]), None)
+    oldest_active = min(data["active"], key=lambda each: each["created"], default=None)
+    if oldest_active is not None and oldest_active["number"] is not None:
+        record.issued = next((call for call in calls if call.get("number") == oldest_active["number"]), None)
     record.is_explained = any(call["error"] and call["error"] in str(reason) for call in calls)
     return record
 
@@ -207,7 +209,8 @@ def _content(path: Path) -> dict[str, Any]:
 
 def _problem(value: Any, kind: Any) -> str:
     """Return the first place where a value is not of its kind: ``.calls[3].line is 'x'``; empty if all are."""
-    # ``kind`` is a description in the form of ``_CALL`` and ``_RECORD`` above.
+    # A kind, as in ``_CALL`` and ``_RECORD`` above, is a type, a range of integers, {name: kind} of a dict with these
+    # names, [kind] of a list, or (kind,) of a dict with any names.
     expected = kind if isinstance(kind, type) else _JSON_TYPES[type(kind)]
     if expected is not object and (type(value) is not expected or (expected is int and value not in kind)):
         return f" is {reprlib.repr(value)}"
@@ -310,7 +313,8 @@ def write_perfetto(records: Sequence[Record], file: Path) -> None:
 
 def _events(records: Sequence[Record]) -> Iterator[dict[str, Any]]:
     """Yield the events of the trace of all ranks: the calls and their arrows rank by rank, then the messages."""
-    # ``ph`` is the kind of an event: M metadata, X a span; s, t and f begin, continue and end an arrow.
+    # ``ph`` is the kind of an event: M metadata, X a span; s, t and f begin, continue and end an arrow, which ``bp`` e
+    # binds to the span around it.
     origin = min((each.start for each in records if each.hashes), default=0)
 
     def event(rank: int, call: Call, **fields: Any) -> dict[str, Any]:

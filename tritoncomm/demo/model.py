@@ -93,9 +93,10 @@ class Transformer(nn.Module):
         norm, head = nn.LayerNorm(hidden), nn.Linear(hidden, VOCABULARY)
         if stage == 0:
             self.tokens, self.positions = tokens, positions
-        count = settings.layers // (settings.pipeline * settings.virtual)
-        starts = [(c * settings.pipeline + stage) * count for c in range(settings.virtual)]
-        self.chunks = nn.ModuleList(nn.Sequential(*blocks[start : start + count]) for start in starts)
+        # Chunk c of a stage is number c * stages + stage of the equal runs of layers.
+        chunk_layers = settings.layers // (settings.pipeline * settings.virtual)
+        starts = [(c * settings.pipeline + stage) * chunk_layers for c in range(settings.virtual)]
+        self.chunks = nn.ModuleList(nn.Sequential(*blocks[start : start + chunk_layers]) for start in starts)
         if stage == settings.pipeline - 1:
             self.norm, self.head = norm, head
 

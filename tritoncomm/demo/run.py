@@ -83,7 +83,8 @@ def run(settings: Settings, follow: Follow | None = None, prepare: Callable[[], 
                 elif follow is not None:
                     follow(role, *news)
             quiet = time.monotonic() - last_message
-            if quiet > (settings.timeout if len(begun) == 2 else _START_S):
+            both_train = len(begun) == 2  # the ranks, and the single process
+            if quiet > (settings.timeout if both_train else _START_S):
                 finished = sum(process.exitcode == 0 for process in started.processes)
                 raise DemoError(
                     f"nothing happened for {quiet:.0f} s; {finished} of {settings.ranks + 1} processes had finished"

@@ -60,7 +60,7 @@ def _train(
     record.reset()
     started = time.perf_counter()
     for step, (inputs, targets) in enumerate(batches(settings)):
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad()
         inputs, targets = inputs.to(device), targets.to(device)
         if pipeline is None:
             loss = model(inputs, targets)

@@ -118,8 +118,8 @@ def _triton(has_gpu: bool) -> Iterator[Finding]:
         return  # nothing would be launched
     from tritoncomm_kernels.launch import launch_kind  # imports Triton, which is there
 
-    kind = launch_kind()
-    if kind == "C" or (kind == "run" and torch.version.hip):
+    kind = launch_kind()  # by the C launcher, by Triton's Python launcher (run), or as any program
+    if kind == "C" or (kind == "run" and torch.version.hip):  # of HIP there is no other direct one
         yield Finding("kernel launch", "direct")
         return
     value = "by Triton's Python" if kind == "run" else "the ordinary one"
@@ -193,8 +193,9 @@ def _open_files(has_gpu: bool) -> Finding:
     soft, hard = (
         math.inf if each == resource.RLIM_INFINITY else each for each in resource.getrlimit(resource.RLIMIT_NOFILE)
     )
-    # Gloo connects all ranks with each other. In a job over NCCL the process that holds the store has a connection from
-    # every rank. Any rank has one to each other rank of a CPU group that it uses.
+    # Over Gloo every rank has connections to all others. In a job over NCCL the first one has, as it holds the store;
+    # the others have some to the ranks of a CPU group that they use.
+    connects_to_all = is_first or not has_gpu
     needed = ranks + OPEN_FILES
     value = f"{soft:.0f} in a process, for {counted(ranks, 'rank')}"
     if soft >= needed:
@@ -202,7 +203,7 @@ def _open_files(has_gpu: bool) -> Finding:
     advice = f"`ulimit -n {needed}` on every node, before the job starts"
     if hard < needed:
         advice += f"; root has to raise the hard limit, {hard:.0f}, first"
-    return Finding("open files", value, "note" if has_gpu and not is_first else "problem", advice)
+    return Finding("open files", value, "problem" if connects_to_all else "note", advice)
 
 
 def _gpus(gpus: Sequence[Any]) -> Iterator[Finding]:
@@ -324,7 +325,7 @@ def _judged(name: str, value: str) -> tuple[str, str]:
                 return "note", f"does nothing without {variables.FLIGHT.name}"
             return "note", "SIGUSR1 and SIGTERM write the flight record, beside the program's own handlers"
         case "TORCH_NCCL_ENABLE_TIMING" if has_starts():
-            return "note", "torch's recorder knows when a device begins a collective, at an event for each"
+            return "note", "torch's recorder knows when a device begins a collective, at the cost of an event for each"
         case "TRITON_INTERPRET" if value == "1" and gpu:
             return "problem", "kernels run in Python, thousands of times slower: unset it"
         case "TRITON_INTERPRET":
@@ -353,8 +354,10 @@ def _can_be_written(folder: Path) -> bool:
 def _table_variable(name: str, value: str) -> Finding:
     """Examine the file or folder that TRITONCOMM_TABLE names."""
     named = tables.variable()
-    if named in ("", "none"):
-        return Finding(name, repr(value), "ok" if not named else "note", "" if not named else "no tuned table is read")
+    if not named:
+        return Finding(name, repr(value))
+    if named == "none":
+        return Finding(name, repr(value), "note", "no tuned table is read")
     try:
         path = tables.expanded(named)
         if path.is_dir():

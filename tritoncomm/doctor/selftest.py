@@ -46,12 +46,13 @@ def run(backend: str, seconds: float = 60.0, without: Sequence[str] = ()) -> str
                 with log.open("wb") as output:
                     ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
             codes: list[int | None] = [None]
-            while None in codes and not any(codes) and time.monotonic() < end:
+            while None in codes and not any(codes) and time.monotonic() < end:  # all run or have ended well
                 time.sleep(0.02)
                 codes = [process.poll() for process in ranks]
-            # Without a rank that failed, one that did not print "exact" was too slow.
             failed = [rank for rank, code in enumerate(codes) if code]
-            return next(filter(None, (_last_line(rank, logs[rank]) for rank in failed or range(WORLD))), "")
+            # If none has failed, one may have been too slow. Of a rank that printed "exact" the line is empty.
+            lines = [_last_line(rank, logs[rank]) for rank in failed or range(WORLD)]
+            return next(filter(None, lines), "")
         finally:
             for process in ranks:
                 process.kill()

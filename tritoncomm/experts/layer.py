@@ -151,10 +151,10 @@ class Dispatched:
         """
         if type(alignment) is not int or alignment < 1:
             raise ArgumentError(f"by_expert: alignment must be a positive int, not {alignment!r}")
-        if self._is_summed:
+        if self._is_summed:  # lists of rows that were summed are of no use any more
             self._lists, self._is_summed = {}, False
         lists, counts = sort_pairs(self._ids.read("by_expert"), self._routing, alignment)
-        self._lists.pop(alignment, None)
+        self._lists.pop(alignment, None)  # so that the newest lists come last
         self._lists[alignment] = lists
         return ExpertRows(ScaleRows.apply(lists, "by_expert", self._rows.read("by_expert"), None), counts)
 
@@ -198,10 +198,10 @@ class Dispatched:
             raise ArgumentError("summed: by_expert() was not called, which makes the rows that are summed")
         check_tensor(rows, "rows", "summed")
         _check_dtype(rows, "summed")
-        numbers = {alignment: lists.pairs.shape[0] for alignment, lists in self._lists.items()}
-        fitting = [alignment for alignment, number in numbers.items() if [number] == list(rows.shape[:-1])]
+        num_rows = {alignment: lists.pairs.shape[0] for alignment, lists in self._lists.items()}
+        fitting = [alignment for alignment, number in num_rows.items() if rows.dim() == 2 and number == len(rows)]
         if not fitting:
-            expected = " or ".join([f"[{number}, any]" for number in numbers.values()])
+            expected = " or ".join([f"[{number}, any]" for number in num_rows.values()])
             raise ShapeError(f"summed: expected {expected} as from by_expert(), not {list(rows.shape)}")
         if len(fitting) > 1 and len(rows):
             raise ArgumentError(
@@ -312,7 +312,7 @@ def dispatch(
         ArgumentError: other kinds of tensors or dtypes, or several devices.
         PeerError: another rank failed.
 
-    Rounding: one for each rank's part of a token (``summed``), one for their sum (``combine``).
+    Rounding: none here; ``summed`` rounds each rank's part of a token once, and ``combine`` their sum once.
     """
     name = "dispatch"
     ranks = resolve_experts(group, name)
@@ -370,6 +370,7 @@ def combine(y: Tensor, dispatched: Dispatched, async_op: bool = False) -> Any:
                          f"{list(y.shape)}")  # fmt: skip
     if routing.routes is None:
         return RowsHandle(lambda: y) if async_op else y
+    # ``is_apart``: other work runs between the start and the wait.
     call = RowsCall(routing.routes, routing.group, (name, f"{name}.backward"), is_return=True, is_apart=async_op)
     if not async_op:
         return move_rows(call, y)[0]

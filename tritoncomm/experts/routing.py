@@ -67,18 +67,20 @@ def find_routes(experts: Tensor, num_experts: int, group: ProcessGroup, name: st
         wrong = experts.clamp(0, num_experts - 1).ne(experts).sum()
         _raise_if_wrong([int(wrong)], num_experts, group, name)
         return Routing(routes=None, group=group, rows=tokens, pairs=tokens * k, first=0, experts=num_experts)
-    counts = experts.new_empty((2, world, 4), dtype=torch.int64)  # of what goes to each rank, and of what comes
+    # Of what goes to each rank, and of what comes: rows, further ids of these rows, and two numbers whose sum is that
+    # of ids out of range.
+    counts = experts.new_empty((2, world, 4), dtype=torch.int64)
     tokens_of_rows, index = _sorts_of(experts).sort_by_owner(dense_rows(experts), local, rank, counts[0])
     exchange_counts(counts, group, name)
     numbers = counts.cpu().numpy()  # the host waits
-    rows, beside, *wrong = numbers[1].sum(0).tolist()
+    rows, further_pairs, *wrong = numbers[1].sum(0).tolist()
     if any(wrong):
         _raise_if_wrong(numbers[1, :, 2:].sum(1).tolist(), num_experts, group, name)
     kept = int(numbers[0, rank, 0])
-    numbers[:, rank, 0] = 0
+    numbers[:, rank, 0] = 0  # rows that stay are not sent
     send, recv = (tuple(line.tolist()) for line in numbers[:, :, 0])
     routes = RowRoutes(send, recv, kept, tokens_of_rows[: sum(send) + kept], index)
-    return Routing(routes, group, rows, rows + beside, rank * local, local)
+    return Routing(routes, group, rows, pairs=rows + further_pairs, first=rank * local, experts=local)
 
 
 def sort_pairs(ids: Tensor, routing: Routing, alignment: int) -> ExpertLists:

@@ -107,7 +107,7 @@ def explain(
 ) -> Explanation:
     """Return the dry run of a mapping or a layer, forward and backward (of a contiguous gradient).
 
-    A layer's function of its own, as an attention or experts, is no step. Of a dispatch and a combine without sizes the
+    What a layer computes itself, an attention or experts, is not in it. Of a dispatch and a combine without sizes the
     rows are those of random experts.
 
     Args:
@@ -118,8 +118,9 @@ def explain(
         device: ``cpu``, ``cuda``, or the name of a GPU whose tuned table counts.
         rates: of the prediction; ``cost.DEFAULTS`` of the kind of device by default.
         overwrite: ``mappings.overwrite_inputs`` is on: ``reduce`` and the gradient of ``copy`` are summed in place.
-        sizes: of the mappings that take some: size of the dim on each rank; of an all-to-all the sizes to each rank;
-            positions of each rank; rows to each rank, those that stay included.
+        sizes: of a mapping along one dim its size on each rank; of an all-to-all the sizes to each rank; of Ulysses,
+            ``by_heads`` and ``conv_halo`` the positions of each rank; of a dispatch and a combine the rows to each
+            rank, those that stay included.
         out_sizes: of an all-to-all: sizes from each rank; of a dispatch and a combine rows from each rank.
         rank: rank to report on, which matters with sizes.
         sm_count: multiprocessors of the named GPU; by default those of the largest part of it that has a table.
@@ -171,7 +172,7 @@ def _named(op: str, dims: Ints) -> tuple[str, Ints]:
         return short, dims or (() if default is None else (default,))
     if short == "all_to_all" and dims:
         short = "all_to_all_dims"
-    takes = _TABLE[short][1]
+    _, takes, *_ = _TABLE[short]  # the dims of the mapping, or how many a caller gives
     if isinstance(takes, tuple):
         if dims:
             raise ArgumentError(f"plan: {OPS[short]} takes no dims, not {list(dims)}")
@@ -230,8 +231,9 @@ def _check(short: str, shape: Ints, call: PlannedCall) -> None:
 
 def _check_layer(short: str, call: PlannedCall) -> None:
     """Reject arguments of layers that this mapping or layer does not take."""
+    of_experts = ("dispatch", "combine")
     takers = {
-        "heads": ("ulysses", "by_heads"), "taps": ("conv_halo",), "topk": ("dispatch", "combine"),
+        "heads": ("ulysses", "by_heads"), "taps": ("conv_halo",), "topk": of_experts,
         "wire": ("reduce_scatter",), "by_nodes": ("reduce_scatter",),
     }  # fmt: skip
     for key, value in call.layer._asdict().items():
@@ -239,7 +241,7 @@ def _check_layer(short: str, call: PlannedCall) -> None:
             raise ArgumentError(f"plan: {_name_of(short)} takes no {key}; {' and '.join(takers[key])} do")
     if call.layer.by_nodes and call.layer.wire is None:
         raise ArgumentError("plan: two levels need wire, the dtype that travels")
-    if short in LAYERS and call.out_sizes is not None and short not in takers["topk"]:
+    if short in LAYERS and call.out_sizes is not None and short not in of_experts:
         raise ArgumentError(f"plan: {_name_of(short)} takes no sizes of what comes; {', '.join(_EXCHANGES)} do")
     if short in LAYERS and call.layer.heads and min(call.layer.heads) < 1:
         raise ArgumentError(f"plan: heads {list(call.layer.heads)} are 1 or more")
@@ -264,6 +266,7 @@ def _both(short: str, shape: Ints, call: PlannedCall) -> tuple[Movement, Movemen
         backward = _movement(f"{name}.backward", back, forward.result, adjoint)
     except UnsupportedError as error:
         return forward, None, str(error)
+    # The gradient has the shape of the input, also where that cannot be read from the adjoint's own plan.
     return forward, replace(backward, result=shape), ""
 
 

@@ -122,7 +122,7 @@ def all_to_all(shape: Ints, dims: Ints, call: PlannedCall) -> Steps:
             gather_sizes=recv,
         )
     text = f"{list(plan.resized(shape, scatter_dim, shape[scatter_dim] // call.world))} to every rank"
-    if planned.send_counts:
+    if planned.send_counts:  # counts are there where ranks send or receive unequal parts
         send = send or (shape[scatter_dim] // call.world,) * call.world
         recv = recv or (shape[gather_dim],) * call.world
         text = f"{list(send)} of dim {scatter_dim % len(shape)} to the ranks, "

@@ -93,7 +93,7 @@ def _by_heads(shape: Ints, call: PlannedCall) -> Directions:
 def _around(
     name: str, shapes: Sequence[Ints], layout: HeadLayout, out_layout: HeadLayout, call: PlannedCall
 ) -> Directions:
-    """Explain the exchanges of tensors of these shapes to heads, and of a result of the first shape back."""
+    """Explain the exchanges of tensors of these shapes to heads, and of a result back, which has the most heads."""
 
     def to_heads(shapes: Sequence[Ints], layout: HeadLayout, text: str) -> list[Step]:
         strides = tuple(map(contiguous_stride, shapes))
@@ -105,7 +105,8 @@ def _around(
         planned = sequence_plan(tuple(shapes), strides, layout, call.rank, call.dtype)
         return call.exchange(planned, shapes, text)
 
-    def of_heads(layout: HeadLayout, shapes: Sequence[Ints]) -> list[Ints]:
+    def shapes_by_heads(layout: HeadLayout, shapes: Sequence[Ints]) -> list[Ints]:
+        """Return the shapes of all positions of this rank's heads."""
         total = sum(layout.seq_sizes)
         lead = [(shape[0], total) if layout.seq_dim else (total, shape[1]) for shape in shapes]
         counts = [share.sizes[call.rank] for share in layout.shares]
@@ -113,7 +114,7 @@ def _around(
 
     result = max(shapes, key=lambda shape: shape[2])
     there, back = "positions to the ranks of their heads", "heads to the ranks of their positions"
-    full, full_out = of_heads(layout, shapes), of_heads(out_layout, [result])
+    full, full_out = shapes_by_heads(layout, shapes), shapes_by_heads(out_layout, [result])
     forward = [*to_heads(shapes, layout, there), *to_sequence(full_out, out_layout, back)]
     backward = [*to_heads([result], out_layout, there), *to_sequence(full, layout, back)]
     return _directions(name, shapes[0], result, forward, backward)
@@ -126,17 +127,19 @@ def _directions(name: str, shape: Ints, result: Ints, forward: Sequence[Step], b
 
 
 def _conv_halo(shape: Ints, call: PlannedCall) -> Directions:
-    """Explain the halo of a convolution of ``taps`` taps; torch concatenates it with the shard, and counts nothing."""
+    """Explain the halo of a convolution; torch concatenates it with the shard, which is no step here."""
     dim, width = normalize_dim(shape, call.dims[0]), call.layer.taps - 1
     if dim == 0 or width < 0:
         raise ArgumentError(f"conv_halo takes positions in dim 1 or 2, not {dim}, and one tap or more")
     positions = call.sizes or (shape[dim],) * call.world
     check_split_sizes((sum(positions),), 0, call.world, positions)
-    halo, row = plan_halo(positions, width, call.rank), [*shape[:dim], *shape[dim + 1 :]]
+    halo, other_dims = plan_halo(positions, width, call.rank), [*shape[:dim], *shape[dim + 1 :]]
 
     def steps(send: Ints, recv: Ints) -> Sequence[Step]:
-        (step,), _ = rows((sum(send), *row), dims=(), call=replace(call, sizes=send, out_sizes=recv))
-        return (replace(step, what=f"{sum(send)} positions to other ranks, {sum(recv)} arrive"),) if width else ()
+        if not width:  # one tap needs no halo
+            return ()
+        (step,), _ = rows((sum(send), *other_dims), dims=(), call=replace(call, sizes=send, out_sizes=recv))
+        return (replace(step, what=f"{sum(send)} positions to other ranks, {sum(recv)} arrive"),)
 
     there, back = steps(halo.sent, halo.received), steps(halo.received, halo.sent)
     return _directions("conv_halo", shape, shape, there, back)
@@ -165,9 +168,11 @@ def sum_over_wire(shape: Ints, dims: Ints, call: PlannedCall) -> Steps:
         for planned in chunk.levels:
             total_dtype = call.dtype if planned is chunk.levels[-1] else wire.between
             target = torch.empty((planned.unpack.elements // call.world,), dtype=total_dtype, device="meta")
-            of_levels += _sum_level(planned, source, target, _of_level(call, wire, not of_levels))
+            is_first = not of_levels
+            of_levels += _sum_level(planned, source, target, _of_level(call, wire, is_first))
             source = target
         in_chunks.append(of_levels)
+    # Chunks have the same steps, which are shown once, with the sums of their bytes.
     return [*steps, *(_added(parts) for parts in zip(*in_chunks, strict=True))], result
 
 
@@ -240,7 +245,7 @@ class _ExpertRows(NamedTuple):
 
 
 def _expert_rows(shape: Ints, call: PlannedCall) -> _ExpertRows:
-    """Return the rows of a dispatch: of random experts as many as expected, unless there are sizes."""
+    """Return the rows of a dispatch: those of the sizes, else as many as random experts are expected to get."""
     topk, world, tokens = call.layer.topk, call.world, shape[0]
     if topk < 1:
         raise ArgumentError("dispatch and combine need the number of experts of a token")
@@ -257,6 +262,7 @@ def _expert_rows(shape: Ints, call: PlannedCall) -> _ExpertRows:
             f"most {tokens} rows, and as many for this rank in both"
         )
     path, local = call.path("rows", call.nbytes(shape), unit=16), send[call.rank]
+    # ``slots`` is the most ranks that a token goes to.
     return _ExpertRows(
         local=local, outgoing=sum(send) - local, incoming=sum(recv) - local, slots=min(topk, world), path=path,
         index_bytes=4 if path == "triton" else 8,  # torch sorts to int64

@@ -230,7 +230,7 @@ class PlannedCall:
         tensor, wire = f"{list(shape)} along dim {split.dim}", f"wire {wire_shape}"
         text = f"{tensor} -> {wire}" if name == "pack" else f"{wire} -> {tensor}"
         copied = 2 * self.nbytes(shape)
-        walked = split.walked  # by a kernel, which takes a whole tensor in the order of the wire as rows of any length
+        walked = split.walked  # the split as a kernel walks it, by rows; None if none does
         if walked is None:
             return self._copied(name, text, copied)
         unit = split.unit(itemsize)

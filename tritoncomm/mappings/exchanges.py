@@ -82,7 +82,7 @@ def _flattened(x: Tensor, name: str) -> Tensor:
         return x.reshape(flat)
     try:
         return x.view(flat)
-    except (RuntimeError, ValueError):  # of a fake tensor
+    except (RuntimeError, ValueError):  # no view has these strides; fake tensors raise a ValueError
         started = record.now()
         rows, path, copied = ops.pack(x, dim=0, world=1)  # a contiguous copy
         # The exchange that follows counts the call, so that this adds its bytes only.

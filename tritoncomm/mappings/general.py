@@ -164,7 +164,8 @@ def reduce_scatter_dim(
     if exchange is not None:
         raise ArgumentError(f"{name}: exchange needs wire, the dtype that travels")
     if wants_grad(input_):
-        return _ReduceScatterDim.apply(input_, dim, group, per_rank, None)
+        no_wire = None
+        return _ReduceScatterDim.apply(input_, dim, group, per_rank, no_wire)
     return without_graph(eager.reduce_scatter(input_, dim, group, name, per_rank))
 
 

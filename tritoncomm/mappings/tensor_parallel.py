@@ -255,7 +255,8 @@ def all_to_all_sp2hp(input_: Tensor, group: GroupLike | None = None, use_nccl_st
     name = "all_to_all_sp2hp"
     group = _checked_hidden(input_, group, -1, name)
     if input_.requires_grad and torch.is_grad_enabled():
-        return _SequenceToHidden.apply(input_, group, None, use_nccl_stream)
+        shape = None  # of the result: that of the exchange
+        return _SequenceToHidden.apply(input_, group, shape, use_nccl_stream)
     return without_graph(to_hidden(input_, group, name, on_stream=use_nccl_stream))
 
 
@@ -272,7 +273,8 @@ def all_to_all_hp2sp(input_: Tensor, group: GroupLike | None = None, use_nccl_st
     name = "all_to_all_hp2sp"
     group = _checked_hidden(input_, group, 0, name)
     if input_.requires_grad and torch.is_grad_enabled():
-        return _HiddenToSequence.apply(input_, group, None, use_nccl_stream)
+        shape = None  # of the result: that of the exchange
+        return _HiddenToSequence.apply(input_, group, shape, use_nccl_stream)
     return without_graph(to_sequence(input_, group, name, on_stream=use_nccl_stream))
 
 
@@ -281,8 +283,9 @@ def _checked_hidden(input_: Tensor, group: GroupLike | None, dim: int, name: str
     # A tensor and a process group outside of forward-mode AD, the usual arguments, pass ``checked`` unchanged.
     if forward_ad._current_level >= 0 or not (isinstance(input_, Tensor) and isinstance(group, ProcessGroup)):
         group = checked(input_, group, name)
+    # Nested tensors have no shape to look at below. Sparse ones over one rank would fail in autograd, which views them.
     if input_.is_nested or (input_.requires_grad and not is_compiling() and input_.layout is not torch.strided):
-        check_kind(input_, name)  # a nested one has no shape to look at; of others over one rank autograd takes a view
+        check_kind(input_, name)
     if input_.dim() == 0:
         raise ShapeError(f"{name}: a 0-dim tensor has no hidden dim")
     world = world_of(group, name)

@@ -149,7 +149,7 @@ class P2PCommunicator:
         receives = _keys(recv_prev, recv_next)
         received, handles = self._exchange("_communicate", outgoing, receives, tensor_shape, wait_on_reqs)
         if handles is not None and getattr(self.config, "batch_p2p_comm", True):
-            assert not handles  # batches are always waited for
+            assert not handles  # nothing was posted: batches are always waited for, and have None then
             handles = []
         return received.get("recv_prev"), received.get("recv_next"), handles
 
@@ -235,7 +235,8 @@ class P2PCommunicator:
         sends, receives = f"send_{side}", f"recv_{side}"
         # One tensor for one shape, or for a list of one shape, is the usual case.
         if not is_edge and isinstance(sent, Tensor) and len(shapes) > 0:
-            shape = shapes if len(shapes) != 1 or type(shapes[0]) is int else shapes[0]
+            is_list_of_one = len(shapes) == 1 and type(shapes[0]) is not int
+            shape = shapes[0] if is_list_of_one else shapes
             if isinstance(shape, tuple | list) and shape and type(shape[0]) is int:  # one tensor of one shape
                 return self._exchange(name, {sends: sent}, (receives,), shape)[0][receives]
         is_list = isinstance(sent, list | tuple)

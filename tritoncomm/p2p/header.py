@@ -65,7 +65,7 @@ def encode(specs: Specs) -> Tensor:
         if not _is_possible(shape):
             raise UnsupportedError(f"a header cannot announce the shape {list(shape)}: its bytes overflow 64 bits")
         words += [_CODES[dtype], len(shape), *shape]
-    words += [0] * (WORDS - count)
+    words += [0] * (WORDS - count)  # none in a longer header, whose words from WORDS on are a message of their own
     return torch.tensor(words, dtype=torch.int64, device="cpu")
 
 
@@ -80,7 +80,7 @@ def length(words: Sequence[int]) -> int:
 
 def decode(words: Sequence[int]) -> Specs:
     """Decode all words of a header, padding included, into the shapes and dtypes that ``encode`` wrote."""
-    end, stop = length(words), _FIXED  # words of the header, and of the part that is decoded
+    end, position = length(words), _FIXED  # words of the header, and how many of them are decoded
     if len(words) != max(end, WORDS) or any(words[end:]):
         raise MismatchError(f"a header of {end} words arrived in {len(words)}, or with non-zero padding")
     count = words[2]
@@ -88,14 +88,14 @@ def decode(words: Sequence[int]) -> Specs:
         raise MismatchError(f"a header of {end} words cannot announce {count} tensors")
     specs = []
     for i in range(count):
-        if stop + _PER_TENSOR > end:
+        if position + _PER_TENSOR > end:
             raise MismatchError(f"a header ends before tensor {i} of {count}")
-        code, dims = words[stop : stop + _PER_TENSOR]
-        first = stop + _PER_TENSOR
+        code, dims = words[position : position + _PER_TENSOR]
+        first = position + _PER_TENSOR
         if not 0 <= dims <= MAX_DIMS or first + dims > end:
             raise MismatchError(f"a header announces {dims} dims for tensor {i}, more than it has words for")
-        stop = first + dims
-        shape = tuple(words[first:stop])
+        position = first + dims
+        shape = tuple(words[first:position])
         if not _is_possible(shape):
             raise MismatchError(f"a header announces the shape {list(shape)} for tensor {i}, which no tensor has")
         dtype = _DTYPES[code] if 0 <= code < len(_DTYPES) else None
@@ -105,8 +105,8 @@ def decode(words: Sequence[int]) -> Specs:
                 f"a header announces a dtype for tensor {i} that this torch does not know: {dtype_name}"
             )
         specs.append((shape, dtype))
-    if stop != end:
-        raise MismatchError(f"a header of {end} words describes {count} tensors in {stop}")
+    if position != end:
+        raise MismatchError(f"a header of {end} words describes {count} tensors in {position}")
     return tuple(specs)
 
 
@@ -138,21 +138,23 @@ def exchange_headers(
     """
     # This is a generator: nothing is sent before the first next().
     has_one_peer, keys = neighbours.prev == neighbours.next, (*sends, *receives)
-    link, near = _cpu_link(neighbours, device, keys)
+    link, on_cpu = _cpu_link(neighbours, device, keys)  # the keys whose headers are CPU tensors: ``keys`` itself if all
     for key, direction in link.directions[True].items():  # in the order of a batch
-        if key not in sends or key not in near:
+        if key not in sends or key not in on_cpu:
             continue
         words = _encode_for(neighbours, name, key, sends[key])
         record.add(f"{name}.header", "cpu", 0, words.nbytes, 0.0)
         for part in (words,) if words.numel() == WORDS else (words[:WORDS], words[WORDS:]):
             posted.append(post_one(direction, name, part))
         on_sent(key)
-    if near is not keys:
+    if on_cpu is not keys:
         # With one peer the header and the message of the activations come before the header of the gradients.
         for batch in _ACTIVATION_FIRST if has_one_peer else _ALL:
-            if far := tuple(key for key in batch if key not in near and key in keys):
-                yield from _exchange_on_device(neighbours, name, far, sends, receives, device, posted, before_recv)
-        receives = [key for key in receives if key in near]
+            if on_device := tuple(key for key in batch if key not in on_cpu and key in keys):
+                yield from _exchange_on_device(
+                    neighbours, name, on_device, sends, receives, device, posted, before_recv
+                )
+        receives = [key for key in receives if key in on_cpu]
     if len(receives) == 2 and not has_one_peer:
         yield from _recv_both(link, name, receives, before_recv)
         return
@@ -211,25 +213,29 @@ def _exchange_on_device(
     posted: list[Posted],
     before_recv: Callable[..., None],
 ) -> Iterator[tuple[str, Specs]]:
-    """Exchange the headers of ``keys`` on ``device``, where groups carry no CPU tensors; yield (key, specs)."""
+    """Exchange the headers of ``keys`` on ``device``, where groups carry no CPU tensors; yield (key, specs).
+
+    The first ``WORDS`` words of all headers are one batch, and what longer ones have behind these another.
+    """
     words = {key: _encode_for(neighbours, name, key, sends[key]).to(device) for key in keys if key in sends}
     buffers = {key: torch.empty(WORDS, dtype=torch.int64, device=device) for key in keys if key in receives}
     first = _post_on_device(neighbours, name, {key: x[:WORDS] for key, x in words.items()} | buffers)
-    rest = {key: x[WORDS:] for key, x in words.items() if len(x) > WORDS}
+    further = {key: x[WORDS:] for key, x in words.items() if len(x) > WORDS}
     arrived: dict[str, list[int]] = {}
     for key, buffer in buffers.items():
         before_recv(key)
         first[key].wait()
         # Each received header costs one wait for the stream, here.
         arrived[key] = buffer.tolist()
-        if (more := _parse(neighbours, name, key, length, arrived[key]) - WORDS) > 0:
-            rest[key] = torch.empty(more, dtype=torch.int64, device=device)
-    later = _post_on_device(neighbours, name, rest) if rest else {}
+        num_words = _parse(neighbours, name, key, length, arrived[key])
+        if num_words > WORDS:
+            further[key] = torch.empty(num_words - WORDS, dtype=torch.int64, device=device)
+    later = _post_on_device(neighbours, name, further) if further else {}
     posted += [handles[key] for handles in (first, later) for key in handles if key in sends]
     for key in buffers:
         if key in later:
             later[key].wait()
-            arrived[key] += rest[key].tolist()
+            arrived[key] += further[key].tolist()
         yield key, _parse(neighbours, name, key, decode, arrived[key])
 
 

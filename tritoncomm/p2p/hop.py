@@ -62,7 +62,7 @@ def exchange(
         The received tensors by key of ``expected``, a tensor for a shape and a list for a list. Handles by key without
         ``wait``, None once waited for, an empty dict where nothing was posted.
     """
-    start_time, transfers, _range = hooks.clock(), None, None
+    start_time, transfers, _range = hooks.clock(), None, None  # a profiler shows the hop until ``_range`` is dropped
     if record.is_observed():
         transfers = {}
         _range = hooks.begin(name, "hop", neighbours.group(), None, (describe_hop, neighbours, transfers), depth=3)
@@ -83,7 +83,9 @@ def exchange(
             if device is None:
                 device = _device_of(sends) or (x.device if isinstance(x, Tensor) else neighbours.default_device())
             # One tensor of one shape, the usual case, needs no Incoming.
-            if not (has_headers or neighbours.is_single_rank or (tensor := allocate_one(x, dtype, device)) is None):
+            is_posted_now = not (has_headers or neighbours.is_single_rank)
+            tensor = allocate_one(x, dtype, device) if is_posted_now else None
+            if tensor is not None:
                 wires[key] = results[key] = tensor
                 continue
             incoming = Incoming.of(x, dtype, variable, name)
@@ -261,7 +263,7 @@ class Hop:
         # Between CPUs and through the host, where a send occupies no stream, a message follows right behind its header.
         directions, on_cpu = self.neighbours.directions[bool(batched)], device.type == "cpu"
 
-        def start(key: str) -> None:
+        def post_behind_header(key: str) -> None:
             """Post the message of ``key`` if it occupies no stream and has elements."""
             if key in wires and (on_cpu or directions[key].modes[True] == "host"):
                 self.posted[key] = post_one(directions[key], self.name, wires.pop(key))
@@ -272,13 +274,13 @@ class Hop:
             # In check mode both ends of each transfer compare specs first.
             if _check.value:
                 self.checked = CheckedHop(self.neighbours, self.name, contents_of(specs, receives))
-                # A mismatch of earlier hops is no transfer of this hop: it is noted at the first one.
+                # A mismatch of earlier hops is reported under the first key of this one.
                 self._note(next(iter((*sends, *receives)), ""), self.checked.earlier())
                 for key in sends:
                     self._meet(key)
-            # ``start`` posts each message behind its header; ``_meet`` waits for a sender before its header arrives.
+            # ``_meet`` waits for a sender before its header arrives.
             arrivals = header.exchange_headers(
-                self.neighbours, self.name, specs, tuple(receives), device, self.headers, start, self._meet
+                self.neighbours, self.name, specs, tuple(receives), device, self.headers, post_behind_header, self._meet
             )
             while True:
                 try:
@@ -296,7 +298,7 @@ class Hop:
                 self.received[key] = incoming.form(tensors)
                 if wire.numel():
                     wires[key] = wire
-                start(key)
+                post_behind_header(key)
             if wires:
                 self.posted.update(post(self.neighbours, self.name, wires, batched))
         except BaseException as error:

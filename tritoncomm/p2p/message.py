@@ -155,10 +155,13 @@ Buffers = tuple[Tensor, list[Tensor]]
 
 
 def pack(x: Any, name: str, dtype: torch.dtype | None = None) -> Packed | None:
-    """Pack a caller's tensor, or a list or tuple of tensors on one device, into one message; None of an empty list.
+    """Pack a caller's tensor, or a list or tuple of tensors on one device, into one message.
 
     Args:
         dtype: of the tensors that the receiver allocates; floating-point tensors are cast to it. None sends any dtypes.
+
+    Returns:
+        The wire, the tensors that lie in it, the path of the copy and the bytes copied; None of an empty list.
     """
     if isinstance(x, Tensor):
         check_data(x, name)
@@ -230,7 +233,8 @@ def allocate(specs: Specs, device: torch.device | str) -> Buffers:
     if len(specs) == 1:
         ((shape, dtype),) = specs
         x = empty_on(device, shape, dtype)
-        return carrier(x) if dtype in special else x, [x]
+        wire = carrier(x) if dtype in special else x
+        return wire, [x]
     starts, end = _places(specs)
     wire = empty_on(device, (end,), torch.uint8)
     storage = wire.untyped_storage()
@@ -280,14 +284,14 @@ class Incoming(NamedTuple):
         Args:
             variable: a header announces the shapes, so that only their number counts.
         """
-        is_single = is_one_shape(expected)
-        if is_single and not variable and dtype is not None:
-            return cls(((as_shape(expected, name), dtype),), dtype)
+        is_single = is_one_shape(expected)  # no tensor, and no list of shapes
+        if is_single and not variable and dtype is not None:  # the usual case comes first
+            return cls(specs=((as_shape(expected, name), dtype),), dtype=dtype)
         if isinstance(expected, Tensor):
             if not expected.is_contiguous():
                 strides = expected.stride()
                 raise ShapeError(f"{name}: a tensor to receive into must be contiguous, not of strides {strides}")
-            return cls(specs_of([expected]), expected.dtype, out=expected)
+            return cls(specs=specs_of([expected]), dtype=expected.dtype, out=expected)
         if variable:
             if not isinstance(expected, (list, tuple)):
                 raise ArgumentError(f"{name}: expected a shape or a list of shapes, not {expected!r}")
@@ -295,7 +299,7 @@ class Incoming(NamedTuple):
         if dtype is None:
             raise ArgumentError(f"{name}: the dtype of received tensors must be given")
         specs = tuple([(shape, dtype) for shape in as_shapes(expected, name)])
-        return cls(specs, dtype, len(specs), is_single)
+        return cls(specs, dtype, count=len(specs), is_single=is_single)
 
     def form(self, tensors: list[Tensor]) -> Any:
         """Return received tensors as the caller expects them: as a list, or the only tensor (None if there is none)."""
@@ -343,14 +347,15 @@ class Incoming(NamedTuple):
     ) -> tuple[Tensor, list[Tensor], str | None]:
         """Allocate a message for the specs that a header announced: (wire, tensors, text of ``problem`` or None)."""
         problem, size, limit = self.problem(neighbours, name, key, specs), _bytes(specs), _MAX_BYTES
-        # A message that has a problem is received nevertheless, so that the group stays usable, up to this many bytes.
-        if problem:
+        if problem:  # received nevertheless, up to a smaller limit, so that the group stays usable
             limit = max(_MAX_REFUSED, _bytes(self.specs or ()))
         if size > limit:
             problem = problem or f"{name}: rank {neighbours.peer(key)} announces {describe(specs)} to {neighbours}"
             raise MismatchError(f"{problem}; {size} bytes are not received, and the group is unusable from now on")
         try:
-            return *(allocate(specs, device) if problem else self.allocate(specs, device)), problem
+            # With a problem the message goes into memory of its own, not into that of the caller.
+            wire, tensors = allocate(specs, device) if problem else self.allocate(specs, device)
+            return wire, tensors, problem
         except RuntimeError as error:
             if is_device_error(error):
                 raise

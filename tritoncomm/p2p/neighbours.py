@@ -135,12 +135,14 @@ class Neighbours:
         batched = [key for key in keys if key in self.adjacent]
         batched += [key for key in ordered if key not in self.adjacent]
         self.batch = tuple(self._direction(key, peers[self.peer(key)]) for key in batched)
-        # Two stages use the default group for the sends of the odd one: a group may have one stream for all transfers.
+        # Two stages that each send before they receive would wait for each other where a group has one stream for all
+        # transfers. So the sends of the odd one go over the default group; UCC needs no second group.
         other = None if len(ranks) != 2 or "ucc" in dist.get_backend(group) else dist.group.WORLD
         singles = []
         for key in ordered:
             peer = peers[self.peer(key)]
-            if other is not None and order[key][1] == 1:  # the sender is the odd stage: see ``posting_order``
+            _, sender_parity, *_ = order[key]  # as ``posting_order`` has it
+            if other is not None and sender_parity == 1:
                 peer = peer._replace(group=other, group_peer=dist.get_group_rank(other, peer.rank))
             # As of a peer that is not adjacent, so that its mode is not ``batched``.
             singles.append(self._direction(key, peer._replace(is_adjacent=False)))

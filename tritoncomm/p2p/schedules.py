@@ -219,7 +219,8 @@ def interleaved(
     grad: Any = None
     for k in range(ahead):
         y, takes_input = forward(k, x), units.takes_input(k + 1)
-        if k + 1 == ahead < count:  # a forward with the first backward comes next, so its gradient is received too
+        is_last_ahead = k + 1 == ahead and ahead < count
+        if is_last_ahead:  # a forward with the first backward comes next, so its gradient is received, too
             takes_gradient = units.takes_gradient(0)
             x, grad = communicator.send_forward_backward_recv_forward_backward(
                 y, None, recv_prev=takes_input, recv_next=takes_gradient, tensor_shape=shapes
@@ -231,7 +232,7 @@ def interleaved(
         # What the next turn needs: an activation for its forward, and a gradient for its backward.
         receives = (units.takes_input(k + ahead + 1), units.takes_gradient(k + 1))
         x, grad = communicator.send_forward_backward_recv_forward_backward(y, sent, *receives, shapes)
-    # Without a forward beside a backward nobody has received the first gradient yet.
+    # If all forwards ran ahead, neither loop has received the first gradient.
     if ahead == count:
         grad = communicator.recv_backward(shapes, not units.takes_gradient(0))
     for k in range(count - ahead, count):

@@ -215,9 +215,9 @@ def send_forward_recv_backward(
     if groups.is_pipeline_last_stage():
         return None
     options = None, next_rank, dtype, scatter_gather_tensors, device
-    return _exchange(
-        "send_forward_recv_backward", (output_tensor, None, False), (None, output_grad_shape, recv_next), *options
-    )[1]
+    forward, backward = (output_tensor, None, False), (None, output_grad_shape, recv_next)  # (sent, shape, receives)
+    _, gradient = _exchange("send_forward_recv_backward", forward, backward, *options)
+    return gradient
 
 
 def send_backward_recv_forward(
@@ -233,9 +233,12 @@ def send_backward_recv_forward(
     if groups.is_pipeline_first_stage():
         return None
     options = prev_rank, None, dtype, scatter_gather_tensors, device
-    return _exchange(
-        "send_backward_recv_forward", (None, input_tensor_shape, recv_prev), (input_tensor_grad, None, False), *options
-    )[0]
+    forward, backward = (
+        (None, input_tensor_shape, recv_prev),
+        (input_tensor_grad, None, False),
+    )  # (sent, shape, receives)
+    activation, _ = _exchange("send_backward_recv_forward", forward, backward, *options)
+    return activation
 
 
 def send_forward_recv_forward(

@@ -150,18 +150,20 @@ def post_one(direction: Direction, name: str, x: Tensor) -> Posted:
 
 def post_and_wait(neighbours: Neighbours, name: str, wires: dict[str, Tensor], batched: bool) -> None:
     """Start transfers, with the arguments of ``post``, and wait for all of them."""
-    # ``post`` is no way: its handles cost the host 1.5 us each, and a hop that sends one tensor takes 6 us, as
-    # Megatron's does. So a transfer that is started by itself gets none.
+    # Not by ``post``, whose handles cost the host 1.5 us each: a hop that sends one tensor takes 6 us, as Megatron's
+    # does. So a transfer that is started by itself gets no handle.
     works, handles = [], []
     directions = neighbours.directions[bool(batched)]
+    # Several transfers are started in the order of ``directions``. One transfer alone has no order.
+    keys = directions if len(wires) > 1 else wires
     try:
-        for key in directions if len(wires) > 1 else wires:  # one transfer has no order
+        for key in keys:
             if key not in wires:
                 continue
             x, direction = wires[key], directions[key]
             _, is_send, group_peer, group, modes, end = direction
             if (mode := modes[x.is_cuda]) != "direct":
-                if mode == "batched":  # these directions come first, so nothing is started yet
+                if mode == "batched":  # the first key is one of these, so that nothing was started: all go by ``post``
                     handles += post(neighbours, name, wires, batched).values()
                     break
                 handles.append(post_one(direction, name, x))

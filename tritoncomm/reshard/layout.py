@@ -147,8 +147,9 @@ class Layout:
         except (TypeError, ValueError, RuntimeError):
             grid = np.asarray(None)  # a 0-dim array, which the next line rejects
         if not grid.ndim or not grid.size or grid.dtype.kind not in "iu":
-            raise ArgumentError(f"Layout: a mesh must be global ranks, as deep as it has axes, not {axes!r:.80}")
-        shape, members = _checked_shape(shape), members_of(grid.astype(np.int64).tobytes())
+            raise ArgumentError(f"Layout: a mesh must be global ranks, nested once for each axis, not {axes!r:.80}")
+        shape = _checked_shape(shape)
+        members = members_of(grid.astype(np.int64).tobytes())  # as bytes, because it is cached by its argument
         if not isinstance(placements, list | tuple):
             raise ArgumentError(f"Layout: placements must be a sequence, one per mesh axis, not {placements!r:.80}")
         return _on_mesh(shape, grid.shape, members, tuple([_checked_placement(each, shape) for each in placements]))
@@ -432,19 +433,25 @@ class FlatLayout(Layout):
             odd, elements = [int(low[outside[0]]), int(high[outside[0]])], math.prod(shape)
             raise ShapeError(f"Layout.flat: a range {odd} is not inside the {elements} elements of {list(shape)}")
         local = np.bincount(owner, high - low, len(ranks)).astype(np.int64)
-        # Elements of all ranges before, less the ones of other ranks: the position in the rank's local tensor.
-        place = np.cumsum(high - low) - (high - low) - (np.cumsum(local) - local)[owner]
+        # ``place`` is where each range begins in its rank's local tensor: the elements of all ranges before it, without
+        # those of the ranks before its own.
+        lengths = high - low
+        elements_before = np.cumsum(lengths) - lengths
+        of_ranks_before = np.cumsum(local) - local
+        place = elements_before - of_ranks_before[owner]
         extent = np.repeat(np.array(shape, np.int64)[:, None], len(low), 1)
         index, start, size = range_boxes(extent, low, high)
-        # A local tensor has the strides of the global one, and its range begins ``shift`` elements later or earlier: so
-        # many indices of the last dim, if there is one.
+        # A local tensor is addressed with the strides of the global one. Its range lies ``shift`` elements further on
+        # (or before, if negative), which are as many indices of the last dim. A tensor without dims has none.
         self._strides = np.array(contiguous_stride(shape), np.int64)
         shift, at = place - low, start.copy()
         at[-1:] += shift[index]
-        # Ranges that follow each other, equal ones taken once, tile the tensor: no box need be compared with another.
+        # The distinct ranges tile the tensor if the first begins at 0, each begins where the one before it ends, and
+        # the last ends with the tensor. Then no box needs to be compared with another.
         ranges = np.stack([low, high], 1)[high > low]
         lows, highs = ranges[distinct_rows(ranges)[0]].T
-        is_tiling = np.array_equal(np.append(lows, math.prod(shape)), np.insert(highs, 0, 0))
+        begins_and_end, zero_and_ends = np.append(lows, math.prod(shape)), np.insert(highs, 0, 0)
+        is_tiling = np.array_equal(begins_and_end, zero_and_ends)
         boxes = owner[index], start.T, size.T, at.T
         super().__init__(shape, ranks, *boxes, local[:, None], is_tiling=is_tiling)
 

@@ -373,21 +373,23 @@ class _Planner:
         start, size = start[:, chosen], size[:, chosen]
         bucket, tensor, peer = bucket[chosen], tensor[chosen], peer[chosen]
         nbytes = size.prod(0) * self.itemsizes[tensor]
-        # ``group``: blocks of one tensor in one message. Only its bytes are aligned: their sum is padded, not each
-        # block.
+        # A group is the blocks of one tensor in one message. Each group is padded at its end, so that the next one is
+        # aligned. ``firsts`` has the first block of each group, and ``group`` the group of each block.
         firsts, group = _runs(bucket, peer, tensor)
         exact = _totals_by(group, nbytes, len(firsts))
         aligned = _aligned(exact)
         padding = aligned - exact
-        # Bytes of all blocks before, and padding of all groups before.
-        wire = (np.cumsum(nbytes) - nbytes) + (np.cumsum(padding) - padding)[group]
-        # ``message``: groups of one peer in one bucket.
+        # A block begins behind all blocks before it, and behind the padding of all groups before its own.
+        bytes_before, padding_before = np.cumsum(nbytes) - nbytes, np.cumsum(padding) - padding
+        wire = bytes_before + padding_before[group]
+        # A message is the groups for one peer in one bucket. ``starts`` has the first group of each message.
         starts, message = _runs(bucket[firsts], peer[firsts])
         lengths = _totals_by(message, aligned, len(starts))
         bucket_of_message = bucket[firsts][starts]
-        # Offsets begin at 0 in every bucket, whose wire is memory of its own.
+        # Every bucket has a wire of its own, so that the bytes of the buckets before do not count.
         bucket_ends = np.cumsum(_totals_by(bucket_of_message, lengths, count))
-        wire -= np.concatenate([np.zeros(1, np.int64), bucket_ends])[bucket]
+        bucket_starts = np.concatenate([np.zeros(1, np.int64), bucket_ends])
+        wire -= bucket_starts[bucket]
         numbers = np.arange(count + 1)
         blocks, messages = np.searchsorted(bucket, numbers), np.searchsorted(bucket_of_message, numbers)
         peers = peer[firsts][starts]

@@ -341,7 +341,7 @@ def check_locals(
             _check_memory(local, label)
         else:
             check_kind(local, label)
-        if local.shape != shape:  # also where the shape is None: no part on this rank, so the tensor must be empty
+        if local.shape != shape:  # the shape is None where this rank has no part: then an empty tensor passes
             _refuse_shape(local, shape, name, item.name, rank)
         if local.dtype != item.dtype:
             raise ArgumentError(f"{label} is {local.dtype}, but the plan is for {item.dtype}")

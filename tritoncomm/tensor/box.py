@@ -41,9 +41,9 @@ class Box:
         ranges, sliced = list(self.ranges), {}
         for dim, begin, size in shard:
             start, count, step = ranges[dim]
-            # The first element of the progression in the shard, and the first one behind it.
-            first = max(0, -((start - begin) // step))  # rounded up
-            last = min(count, -((start - begin - size) // step))
+            # The first element of the progression in the shard, and the first one behind it; -(a // -b) rounds up.
+            first = max(0, -((begin - start) // -step))
+            last = min(count, -((begin + size - start) // -step))
             if first >= last:
                 return None
             ranges[dim] = (start + first * step - begin, last - first, step)
@@ -76,7 +76,9 @@ def box_of(shape: Sequence[int], view: Tensor, offset: int = 0) -> Box | None:
     for stride in strides:
         start, remainder = divmod(remainder, stride)
         starts.append(start)
-    ranges = [(start, 1, 1) for start in starts]
+    ranges = [
+        (start, 1, 1) for start in starts
+    ]  # (start, count, step) of every dim of the base; 1 if it has an integer
     dims: list[int | None] = []
     for count, stride in zip(view.shape, view.stride(), strict=True):
         dim = None if count == 1 else _base_dim(shape, strides, ranges, count, stride)
@@ -109,7 +111,8 @@ def write_shard(
         box: None for no elements.
     """
     sharded = dict(parts)
-    # Along a dim of stride 0 all elements are one: a write into a part of them would show in all.
+    # Along a dim of stride 0 all elements are one: a write into a part of them would show in all. Only dims that are
+    # not sharded may have one, as shards have memory of their own along the others.
     shared = any(not memory.stride(dim) and size > 1 for dim, size in enumerate(shape) if dim not in sharded)
     if shared or (memory.is_inference() and not torch.is_inference_mode_enabled()):
         why = "elements of the shard share memory" if shared else "the shard was made in inference mode"

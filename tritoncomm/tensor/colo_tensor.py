@@ -85,7 +85,7 @@ class ColoTensor(layout.LocalShard):
         self, pg: ProcessGroup, dist_spec: _DistSpec, compute: ComputeSpec | None, shape: Sequence[int] | None
     ) -> "ColoTensor":
         """Set the attributes; the data already has this layout."""
-        optimizers.watch()
+        optimizers.watch()  # from the first ColoTensor on, steps of optimizers are checked
         local = tuple(layout.plain(self).shape)
         parts = partitions(dist_spec, len(local))
         if shape is None:
@@ -301,7 +301,7 @@ class ColoTensor(layout.LocalShard):
         return self.dist_spec.placement is DistPlacementPattern.SHARD
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a copy with its gradient and its attributes, as of a ``torch.Tensor``; of a parameter without them."""
+        """Return a copy, as torch does: of a tensor with its gradient and attributes, of a parameter without them."""
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:

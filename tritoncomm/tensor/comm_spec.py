@@ -84,7 +84,8 @@ class CommSpec:
             raise ArgumentError(f"CommSpec: mix_gather requires MIXGATHER_FWD_SPLIT_BWD, not {self.comm_pattern.name}")
         elif isinstance(logical_process_axis, list | tuple):
             self.device_mesh = self.device_mesh.merged(logical_process_axis)
-            self.logical_process_axis = 0
+            self.logical_process_axis = 0  # the merged one
+        # A gather and a split are along one dim, which may be given under either name.
         if self.comm_pattern in (_Pattern.GATHER_FWD_SPLIT_BWD, _Pattern.SPLIT_FWD_GATHER_BWD):
             self.gather_dim = shard_dim if gather_dim is None else gather_dim
             self.shard_dim = gather_dim if shard_dim is None else shard_dim
@@ -102,8 +103,8 @@ class CommSpec:
         if len(self.gather_dim) != 1 + (axes[0] != axes[1]):
             raise ShapeError(f"CommSpec: dims {list(self.gather_dim)} do not match axes {list(axes)}")
         self.logical_process_axes = list(axes)
-        self.device_mesh = mesh.merged((0, 1))  # for the group, and the other one for the cost
-        self.device_meshes = mesh.over_all_ranks()
+        self.device_mesh = mesh.merged((0, 1))  # has the group that gathers
+        self.device_meshes = mesh.over_all_ranks()  # has the cost, see ``get_comm_cost``
 
     def get_comm_cost(self) -> dict[str, float]:
         """Return the costs ``forward``, ``backward`` and ``total`` under the mesh's alpha-beta model.
@@ -113,6 +114,7 @@ class CommSpec:
         Raises:
             ArgumentError: no ``logical_process_axis``.
         """
+        # ``shard_cost`` is that of a local slice, the adjoint of a gather.
         size, mesh = math.prod(self.sharding_spec.get_sharded_shape_per_device()), self.device_mesh
         kind = _KINDS[self.comm_pattern]
         if kind == "mixgather":

@@ -78,7 +78,8 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     name = getattr(func, "__name__", str(func))
     # Attributes with a rule, as ``.T``, are operators.
     if func not in RULES and (name in QUERIES or name in _ACCESSORS):
-        if name == "__get__" and getattr(func, "__self__", Tensor).__name__ in _COMPLEX_PARTS:
+        is_getter_of = getattr(func, "__self__", Tensor).__name__ if name == "__get__" else ""
+        if is_getter_of in _COMPLEX_PARTS:  # x.real and x.imag are tensors of the layout of x
             return keep(func, args, kwargs, args[0])
         if name == "__set__":
             _check_assignment(func, *args)
@@ -122,12 +123,10 @@ def _describe(describe: Callable[..., Any], args: Sequence[Any], kwargs: dict[st
         return describe(*args, **kwargs)
     except TypeError:
         try:
-            # A call that binds raised its TypeError inside the rule; only one that does not bind is a call without a
-            # rule.
             inspect.signature(describe).bind(*args, **kwargs)
-        except TypeError:
+        except TypeError:  # the arguments do not fit: a call without a rule
             return None
-        raise
+        raise  # they fit: the error is one of the rule itself
 
 
 def colo_tensors(*trees: Any) -> Iterator[Any]:
@@ -195,8 +194,8 @@ def _on_replicas(func: Callable[..., Any], name: str, args: Sequence[Any], kwarg
         )
     pg, first = (sharded or tensors)[0].process_group, next(iter((*args, *kwargs.values())))
     gathered: list[tuple[Any, Tensor]] = []
-    # Tensors of ``out=`` are written at the end, from stand-ins: torch resizes those, and an error leaves ``out`` as it
-    # was.
+    # Tensors of ``out=`` are written at the end. The operator gets stand-ins for them, which torch may resize, and
+    # after an error ``out`` is as it was.
     outs = {id(x): (x, _resizable(x)) for x in colo_tensors(kwargs.get("out"))}
 
     def gather(x: Any) -> Any:
@@ -208,7 +207,8 @@ def _on_replicas(func: Callable[..., Any], name: str, args: Sequence[Any], kwarg
         return gathered[-1][1]
 
     if outs:
-        kwargs = {**kwargs, "out": tree_map(lambda x: outs.get(id(x), (x, x))[1], kwargs["out"])}
+        stand_in = lambda x: outs[id(x)][1] if id(x) in outs else x  # noqa: E731
+        kwargs = {**kwargs, "out": tree_map(stand_in, kwargs["out"])}
     args, kwargs = tree_map(gather, tuple(args)), tree_map(gather, kwargs)
     if random_ops.draws_on_replicas(name, args) and pg.tp_world_size() > 1:
         with random_ops.seeded(random_ops.agreed_seed(pg, tensors[0]), tensors[0].device):

@@ -79,9 +79,10 @@ class DistSpecManager:
                     f"under {old_dist_spec} is {list(expected)}"
                 )
         if not parts and not partitions(dist_spec, tensor.dim()):
-            return unchanged(tensor)  # needs no ranks, which a process group made before torch.distributed has not
+            return unchanged(tensor)  # before ``pg`` is asked for ranks: made before torch.distributed, it has none yet
         transition = transition_between(shape, old_dist_spec, dist_spec, pg)
-        if _depth.blocks and transition.old != transition.new:
+        is_in_no_grad = _depth.blocks > 0
+        if is_in_no_grad and transition.old != transition.new:
             with torch.no_grad():
                 return redistribute(tensor, transition, pg.tp_process_group())
         return redistribute(tensor, transition, pg.tp_process_group())

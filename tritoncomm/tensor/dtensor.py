@@ -47,7 +47,7 @@ def _placed(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Any
         return ReplicaSpec()
     if replicated:
         raise UnsupportedError(f"{prefix} shards along some axes only; redistribute first")
-    counts = tuple((dim, count) for dim, count in parts.items() if count > 1)
+    counts = tuple((dim, count) for dim, count in parts.items() if count > 1)  # a spec may have dims of one part, too
     ranks = tuple(range(math.prod(mesh)))
     # DTensor splits a dim axis by axis, a ``ShardSpec`` at once, so their shards agree only where the dim divides. No
     # rule about placements is needed: the shards are compared.

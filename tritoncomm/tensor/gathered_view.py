@@ -110,8 +110,8 @@ def track(result: Any, sources: Sources, func: Callable[..., Any]) -> Any:
             return x
         for copy, snapshot in sources:
             if shares_storage(x, copy):
-                # Whether an operator outside of ``_VIEWS`` copies depends on the strides, so a write into its result is
-                # rejected.
+                # Operators outside of ``_VIEWS``, as reshape, may view the gathered copy where they would copy the
+                # shards: a write into such a result is refused, which ``exact`` decides.
                 return _as_view(x, replace(snapshot, exact=snapshot.exact and func in _VIEWS))
         return x
 

@@ -139,22 +139,22 @@ def groups_along(
         raise GroupError("DeviceMesh: torch.distributed is not initialized; call tritoncomm.initialize() first")
     me = dist.get_rank()
     # By axis all lines of ranks along it: the other axes are flattened.
-    axes = [ids.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(ids.shape)]
+    lines_of_axes = [ids.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(ids.shape)]
     if not own_groups:
         # All groups are made before one is used: members of a line meet in the same order on every rank.
-        lines = [tuple(sorted(ranks)) for lines in axes for ranks in lines if len(ranks) > 1]
+        lines = [tuple(sorted(ranks)) for lines in lines_of_axes for ranks in lines if len(ranks) > 1]
         make_groups(lines, me)
     lines_by_axis: dict[int, list[Line]] = {}
     members: dict[int, AxisMembers] = {}
-    for axis, lines in enumerate(axes):
+    for axis, lines in enumerate(lines_of_axes):
         lines_by_axis[axis] = []
         for ranks in lines:
             group: Any = dist.GroupMember.NON_GROUP_MEMBER
             if me in ranks:
                 group = own_groups[axis] if own_groups else group_over(tuple(sorted(ranks)), me)
                 ranks_in_group = dist.get_process_group_ranks(group)
-                members[axis] = AxisMembers(
-                    group, None if ranks_in_group == ranks else tuple(map(ranks_in_group.index, ranks))
-                )
+                # The rank in the group at every place of the line; None where both have one order.
+                order = None if ranks_in_group == ranks else tuple(map(ranks_in_group.index, ranks))
+                members[axis] = AxisMembers(group, order)
             lines_by_axis[axis].append((ranks, group))
     return lines_by_axis, members

@@ -67,9 +67,11 @@ def mixed_gather(x: Tensor, axes_by_dim: dict[int, Axes], mesh: DeviceMesh, grou
     shape = list(x.shape)
     for dim, axes in axes_by_dim.items():
         shape[dim] *= math.prod(mesh.mesh_shape[axis] for axis in axes)
-    # Permuted so that the axes of the first dim come first: a position of ``Layout.on_mesh`` then is a mesh axis.
-    ids = mesh.logical_mesh_id.permute(*[axis for axes in axes_by_dim.values() for axis in axes])
-    source = Layout.on_mesh(shape, ids, [dim for dim, axes in axes_by_dim.items() for _ in axes])
+    # ``Layout.on_mesh`` wants the dim that each axis shards, and of several axes of a dim the slowest first.
+    axis_order = [axis for axes in axes_by_dim.values() for axis in axes]
+    dim_of_axis = [dim for dim, axes in axes_by_dim.items() for _ in axes]
+    ids = mesh.logical_mesh_id.permute(*axis_order)
+    source = Layout.on_mesh(shape, ids, dim_of_axis)
     result = reshard(x, source, Layout.replicated(shape, ids.flatten().tolist()), group=group)
     return result.clone(memory_format=torch.contiguous_format) if shares_storage(result, x) else result
 

@@ -39,17 +39,17 @@ def watch() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Reject a step of shards by an optimizer that is not element-wise; warn of unknown ones unless strict."""
     kind = type(optimizer)
-    verdict = _verdict(kind)
-    if verdict is None:
+    why_not = _why_not_by_element(kind)
+    if why_not is None:
         return
     shards = [p for group in optimizer.param_groups for p in group["params"] if is_colo(p) and p.partitions]
     if not shards:
         return
     name, shapes = kind.__name__, ", ".join(str(list(p.global_shape)) for p in shards[:3])
     what = f"{len(shards)} sharded parameters ({shapes}{', ...' if len(shards) > 3 else ''})"
-    if verdict:
+    if why_not:
         raise UnsupportedError(
-            f"{name}.step: {name} {verdict}, and would treat each rank's shard as a full parameter; it has {what}. "
+            f"{name}.step: {name} {why_not}, and would treat each rank's shard as a full parameter; it has {what}. "
             "Use an element-wise optimizer for them (AdamW, SGD), or keep them replicated"
         )
     doubt = (
@@ -64,7 +64,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 @lru_cache(maxsize=256)
-def _verdict(kind: type[Optimizer]) -> str | None:
+def _why_not_by_element(kind: type[Optimizer]) -> str | None:
     """Return None for an element-wise optimizer, the reason to reject it, or an empty string for an unknown one."""
     for name, reason in _REFUSED.items():
         if issubclass(kind, getattr(torch.optim, name)):

@@ -92,11 +92,12 @@ def shortest_path(
         raise ShapeError("shortest_path: source and target are specs of different tensors or meshes")
     source, target = _layout(source_spec), _layout(target_spec)
     search = _Search(mesh, shape, {"forward_only": forward_only, "shard_cost": shard_cost})
-    cost, hops = search.cheapest(source, target)
-    layouts = [_spec(mesh, shape, layout) for layout in (*(before for before, _ in hops), target)]
-    options = search.options
+    cost, hops = search.cheapest(source, target)  # of every step the layout before, and arguments of its CommSpec
+    layouts_before = [_spec(mesh, shape, layout) for layout, _ in hops]
+    layouts = [*layouts_before, _spec(mesh, shape, target)]
     steps = [
-        CommSpec(sharding_spec=spec, **kwargs, **options) for spec, (_, kwargs) in zip(layouts[:-1], hops, strict=True)
+        CommSpec(sharding_spec=spec, **arguments, **search.options)
+        for spec, (_, arguments) in zip(layouts_before, hops, strict=True)
     ]
     return Path(tuple(steps), tuple(layouts), cost)
 

@@ -135,7 +135,8 @@ def _elsewhere(pg: ProcessGroup, coordinate: tuple[int, int], shape: tuple[int, 
     index, count = coordinate
     what, ranks = f"shard {index} of {count} of a tensor {list(shape)}, from another rank's file", pg.tp_rank_list()
     world = list(range(dist.get_world_size()))
-    # A process group of some ranks of this job has its group here; one of another job has none.
+    # The group of the file may be all ranks of this job, or some of them, which have a group here. Else it is another
+    # job's.
     if pg.ranks_in_group() != world and (ranks is None or lookup(dist.get_backend(), tuple(ranks)) is None):
         saved = pg.ranks_in_group()
         whose = f"{len(saved)} ranks" if len(saved) != len(world) else f"ranks {reprlib.repr(saved)}"

@@ -106,16 +106,14 @@ def _run(x: Tensor, transition: Transition, group: ProcessGroup, name: str) -> T
     for step in steps(transition.old, transition.new):
         try:
             x = _STEPS[step](x, transition, group, name)
-        except RuntimeError as error:
-            if not isinstance(error, PeerError):
-                raise
-            ranks = dist.get_process_group_ranks(group)
+        except PeerError as error:
+            ranks, cause = dist.get_process_group_ranks(group), error.__cause__ or error
             raise PeerError(
                 f"{name}: the {step} of {list(transition.shape)} over ranks {ranks} failed: "
-                f"{error.__cause__ or error}. All of these ranks have to call it. That includes every operator that "
+                f"{cause}. All of these ranks have to call it. That includes every operator that "
                 "gathers a shard: numpy(), tolist(), iteration, those without a rule; a rank that calls one alone "
                 "waits for the others"
-            ) from error.__cause__ or error
+            ) from cause
     return x
 
 
@@ -142,16 +140,16 @@ def _all_gather(x: Tensor, transition: Transition, group: ProcessGroup, name: st
         return eager.all_gather(x, dim, group, name, uneven_sizes(shape[dim], count))
     shapes = [local_shape(shape, parts, rank) for rank in range(world)]
     counts = tuple(math.prod(each) for each in shapes)
-    sent, copied, largest = x.reshape(-1), 0, padded_size(counts)
-    if sent.numel() < largest:
+    sent, copied, padded = x.reshape(-1), 0, padded_size(counts)  # 0 where a gather by sizes is cheaper
+    if sent.numel() < padded:
         # Padded here, so that one pass puts the shards in place: the gather by sizes would make a second.
-        sent, copied = x.new_empty(largest), 2 * x.nbytes
+        sent, copied = x.new_empty(padded), 2 * x.nbytes
         sent[: x.numel()].copy_(x.reshape(-1))
-    wire = eager.all_gather(sent, 0, group, name, None if largest else counts)
+    wire = eager.all_gather(sent, 0, group, name, None if padded else counts)
     started = record.now()
     # The wire has the shards in rank order, each flattened; of several dims no reshape puts them in place.
     out = x.new_empty(shape)
-    for rank, block in enumerate(wire.split(largest or counts)):
+    for rank, block in enumerate(wire.split(padded or counts)):
         shard_of(out, parts, rank).copy_(block[: counts[rank]].view(shapes[rank]))
     # More bytes of the call that the all-gather above has counted already.
     record.add(name, "torch", bytes_copied=copied + 2 * out.nbytes, bytes_sent=0, started=started, calls=0)

@@ -86,9 +86,7 @@ def mix_gather_simulator(f_target_pair: Pair, b_target_pair: Pair) -> tuple[list
     if len({*front_axes, *behind_axes}) != 2 or len(front_axes) + len(behind_axes) != 2:
         raise ShapeError(f"mix_gather_simulator: {f_target_pair} and {b_target_pair} do not use two axes")
     if front_axes and behind_axes:
-        # The second dim comes first, with its axis.
-        first = int(behind_axes[0] > front_axes[0])
-        return [behind, front], [first, 1 - first]
+        return [behind, front], [behind_axes[0], front_axes[0]]  # the second dim comes first
     # ``[1, 1]`` if axis 1 counts fastest through the shards (``S01``), ``[0, 0]`` if axis 0 does (``S10``).
     dim, (slow, fast) = (front, front_axes) if front_axes else (behind, behind_axes)
     return [dim], [int(slow < fast)] * 2

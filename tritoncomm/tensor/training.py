@@ -105,8 +105,8 @@ def check_replicas(module: nn.Module, pg: ProcessGroup | None = None, *, data_pa
     """Compare replicated parameters across ranks, bit for bit; nothing is changed.
 
     Replicas, and parameters that are not ColoTensors, are compared over their tensor-parallel ranks. They diverge if
-    ranks update them differently: after a scaling by the norm of each rank's shards (of ``p.grad.data``), after
-    different seeds, or after a state dict that was loaded on some ranks only. All ranks call.
+    ranks update them differently: if gradients are clipped by a norm of each rank's own shards (of ``p.grad.data``),
+    after different seeds, or after a state dict that was loaded on some ranks only. All ranks call.
 
     Reads every parameter once. Each group sends two all-gathers: 8 bytes a rank, then 24 bytes a parameter and rank.
 
@@ -147,7 +147,8 @@ def clip_grad_norm_(
     if not pairs:
         return torch.tensor(0.0)
     device, power = pairs[0][1].device, float(norm_type)
-    partial_norms = [_power_sum([grad for p, grad in pairs if not (is_colo(p) and p.partitions)], power, device)]
+    # Sums of powers, or extremes for the orders inf and -inf: of the replicas here, then of the shards of each group.
+    power_sums = [_power_sum([grad for p, grad in pairs if not (is_colo(p) and p.partitions)], power, device)]
     for pg, indices in shards_by_group([p for p, _ in pairs]):
         partial, group = _power_sum([pairs[index][1] for index in indices], power, device), pg.tp_process_group()
         compare_arguments("clip_grad_norm_", group, max_norm=max_norm, norm_type=power, gradients=len(indices))
@@ -155,8 +156,8 @@ def clip_grad_norm_(
             partial = _combined(eager.all_gather(partial.view(1), 0, group, "clip_grad_norm_"), power)
         else:
             partial = eager.all_reduce(partial, group, "clip_grad_norm_")
-        partial_norms.append(partial)
-    total = _combined(torch.stack(partial_norms), power)
+        power_sums.append(partial)
+    total = _combined(torch.stack(power_sums), power)
     total = total if math.isinf(power) else total.pow(1 / power)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {float(total)}")

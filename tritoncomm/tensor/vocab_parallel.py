@@ -104,7 +104,8 @@ def _class_targets(
         raise IndexError(f"cross_entropy: a target is out of bounds for {classes} classes")
     is_local = valid & (target >= start) & (target < start + size)
     target_col = (target - start).masked_fill(~is_local, -1)
-    weights = counted = valid.to(wide)
+    is_counted = valid.to(wide)  # 0 or 1 of every row
+    weights = is_counted
     weights_sum: Any = float(classes)
     if weight is not None:
         own = weight.to(wide)[target_col.clamp(min=0)] * is_local if size else torch.zeros_like(weights)
@@ -116,8 +117,8 @@ def _class_targets(
     total_weight, smoothing_weights = target_weight, None
     if smoothing:
         spread = smoothing / classes
-        total_weight = target_weight + counted * spread * weights_sum
-        class_weights = counted.new_ones(size) if weight is None else weight.to(wide)
+        total_weight = target_weight + is_counted * spread * weights_sum
+        class_weights = is_counted.new_ones(size) if weight is None else weight.to(wide)
         smoothing_weights = class_weights * spread
     return _RowTargets(target_col, target_weight, total_weight, smoothing_weights, weights, valid)
 
@@ -160,7 +161,7 @@ class _Rows(torch.autograd.Function):
                 _statistics(rows[block], targets, block, stats)
         record.add("cross_entropy.rows", path, bytes_copied, 0, started)
         gathered = eager.all_gather(stats.unsqueeze(0), dim=0, group=group, name="cross_entropy")
-        # ``[world, 2, rows]``: a log-sum-exp of all classes is one of the ranks' log-sum-exps, and the terms add up.
+        # ``[world, 2, rows]``: the log-sum-exp of the ranks' log-sum-exps is that of all classes, and terms add up.
         lse, target_term = torch.logsumexp(gathered[:, 0], 0), gathered[:, 1].sum(0)
         ctx.save_for_backward(rows, lse, stats[0])
         ctx.targets, ctx.path = targets, path
@@ -200,9 +201,10 @@ def _statistics(x: Tensor, targets: _RowTargets, block: slice, stats: Tensor) ->
         stats[0, block], stats[1, block] = -torch.inf, 0.0
         return
     wide, target_col = x.to(stats.dtype), targets.target_col[block]
-    row_max = x.amax(-1).to(stats.dtype)  # lse = max x - log max softmax: one pass, two reductions
+    # The largest softmax is exp(row_max - lse), so lse is row_max less its logarithm: one pass, two reductions.
+    row_max = x.amax(-1).to(stats.dtype)
     lse = row_max - torch.softmax(wide, -1).amax(-1).log_()
-    stats[0, block] = torch.where(row_max == -torch.inf, row_max, lse)
+    stats[0, block] = torch.where(row_max == -torch.inf, row_max, lse)  # else NaN
     if targets.soft_weights is not None:
         stats[1, block] = (wide * targets.soft_weights[block]).sum(-1)
         return

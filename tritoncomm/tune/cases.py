@@ -97,16 +97,18 @@ def read_model(name: str) -> Model:
         content = tables.read_json(path)
     except tables.TableError as error:
         raise ValueError(f"model {name}: {error}") from None
-    known = {field.name: field.default is MISSING for field in fields(Model)}
+    is_required = {field.name: field.default is MISSING for field in fields(Model)}
+    known = ", ".join(is_required)
     if not isinstance(content, dict):
-        raise ValueError(f"model {name}: not an object with the fields {', '.join(known)}")
-    unknown = sorted(set(content) - set(known))
-    missing = [field for field, needed in known.items() if needed and field not in content]
+        raise ValueError(f"model {name}: not an object with the fields {known}")
+    unknown = sorted(set(content) - set(is_required))
+    missing = [field for field, needed in is_required.items() if needed and field not in content]
     if unknown or missing:
         what = f"no field {', '.join(missing)}" if missing else f"unknown field {', '.join(unknown)}"
-        raise ValueError(f"model {name}: {what} (the fields are {', '.join(known)})")
+        raise ValueError(f"model {name}: {what} (the fields are {known})")
     for size, value in content.items():
-        if type(value) is not int or value < (1 if known[size] else 0):
+        least = 1 if is_required[size] else 0  # 0 is the default of the others
+        if type(value) is not int or value < least:
             raise ValueError(f"model {name}: {size} must be a positive integer, not {value!r}")
     return Model(**content)
 
@@ -130,8 +132,8 @@ def from_model(
         if size % world:
             raise ValueError(f"{what} {size} does not divide over {world} tensor-parallel ranks")
     local = tokens // world
-    # An all-gather along the last dim unpacks full rows of all tokens, and a reduce-scatter along it packs them. An
-    # all-to-all of sequence for heads packs each rank's tokens, and back it unpacks them.
+    # An all-gather along the last dim unpacks full rows of all tokens, and a reduce-scatter along it packs them. The
+    # all-to-all from positions to heads packs each rank's tokens, and the one back unpacks them.
     widths = {
         "hidden": (tokens, model.hidden),
         "feed-forward": (tokens, model.ffn),

@@ -147,24 +147,32 @@ def _compile(one: Build, target: str) -> dict[str, Any]:
 
 def _coalesced(text: str) -> bool:
     """Whether the lanes of a warp are along the rows of every tile that is read or written, in Triton's GPU dialect."""
+    # Like ``#blocked = #ttg.blocked<{sizePerThread = [1, 4], threadsPerWarp = [2, 16], ...``
     layout = r"^(#\w+) = #ttg\.blocked<\{sizePerThread = \[(.*?)\], threadsPerWarp = \[(.*?)\]"
     layouts = {
         name: ([int(n) for n in per_thread.split(",")], [int(n) for n in per_warp.split(",")])
         for name, per_thread, per_warp in re.findall(layout, text, re.MULTILINE)
     }
+    # Like ``tt.load %3, %4 : tensor<32x64x!tt.ptr<f32>, #blocked>``
     access = r"(?:tt|amdg|amdgpu)\.(?:buffer_)?(?:load|store) .*tensor<([\dx]+)x(?:!tt\.ptr<)?\w+>?, (#\w+)>"
     tiles = re.findall(access, text)
     for shape, name in tiles:
         if name not in layouts:
             return False
         columns, (per_thread, per_warp) = int(shape.split("x")[-1]), layouts[name]
-        if per_warp[-1] < min(math.prod(per_warp), columns // per_thread[-1]):
+        lanes_along_row, lanes_of_warp = per_warp[-1], math.prod(per_warp)
+        lanes_that_fit = columns // per_thread[-1]
+        if lanes_along_row < min(lanes_of_warp, lanes_that_fit):
             return False
     return bool(tiles)
 
 
 def _nvidia(cubins: Sequence[bytes], architecture: str) -> list[Code]:
-    """Read the machine code of several kernels, ``architecture`` being the disassembler's name of the target."""
+    """Read the machine code of several kernels, by one call of the disassembler, which takes long to start.
+
+    Args:
+        architecture: the disassembler's name of the target.
+    """
     texts = [_text_section(cubin) for cubin in cubins]
     with tempfile.TemporaryDirectory() as folder:
         raw, usages = Path(folder) / "raw", []
@@ -174,14 +182,16 @@ def _nvidia(cubins: Sequence[bytes], architecture: str) -> list[Code]:
             usages += re.findall(r"REG:(\d+) STACK:(\d+)", usage)
         raw.write_bytes(b"".join(texts))
         listing = _run("nvdisasm", "-ndf", "-b", architecture, str(raw))
+    # Like ``/*0070*/  @!P0 LDG.E.128 R4, [R2.64] ;``
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", listing)
     operations = [(int(address, 16), operation) for address, operation in lines]
     codes, start = [], 0  # ``start`` is the address of a kernel among the texts of all, one after the other
     for text, (registers, stack) in zip(texts, usages, strict=True):
         mine = [name for address, name in operations if start <= address < start + len(text) and name != "NOP"]
         assert mine
-        local = sum(operation.startswith(("LDL", "STL")) for operation in mine)
-        codes.append(_code(mine, ("LDG", "STG"), _nvidia_width, int(registers), int(stack) + local, len(mine)))
+        local_accesses = sum(operation.startswith(("LDL", "STL")) for operation in mine)
+        spills = int(stack) + local_accesses
+        codes.append(_code(mine, ("LDG", "STG"), _nvidia_width, int(registers), spills, len(mine)))
         start += len(text)
     return codes
 

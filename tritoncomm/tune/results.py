@@ -112,13 +112,14 @@ def _winner(timed: Sequence[Mapping[str, Any]], builtin: Candidate) -> dict[str,
         candidate = Candidate(*(one[field.name] for field in fields(Candidate)))
         by_case.setdefault(one["case"], {})[candidate] = one.get("us")
     cases = list(by_case.values())
-    # A case counts if no other one of its group has more candidates, so a search that was stopped gives its finished
-    # cases. A candidate with a wrong output, which has no time, is out.
+    # A search that was stopped may have timed only some candidates of its last case. Such a case is left out.
     largest = max(map(len, cases))
-    counted = [case for case in cases if len(case) == largest]
-    excluded = {candidate for case in cases for candidate, us in case.items() if us is None}
-    everywhere = set.intersection(*(set(case) for case in counted)) - excluded
-    means = {one: geometric_mean(case[one] or 1e-3 for case in counted) for one in everywhere}
+    finished = [case for case in cases if len(case) == largest]
+    # A candidate has no time where its output was wrong. Such a candidate is left out of all cases.
+    wrong = {candidate for case in cases for candidate, us in case.items() if us is None}
+    everywhere = set.intersection(*(set(case) for case in finished)) - wrong
+    # A time of 0 is below the clock's resolution, and counts as 1e-3 us.
+    means = {one: geometric_mean(case[one] or 1e-3 for case in finished) for one in everywhere}
     if builtin not in means:  # no entry where the default was not measured
         return None
     best = min(means, key=lambda candidate: (means[candidate], candidate))

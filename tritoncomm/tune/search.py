@@ -67,8 +67,8 @@ def search(
     workers = min(len(os.sched_getaffinity(0)), len(missing) // _WORTH_A_WORKER, _MAX_WORKERS) if parallel else 1
     total, left = (sum(len(task.keys) for task in some) for some in (tasks, missing))
     saved = clock()
+    # The results of each missing task, in order. Without workers a task runs here, when its results are asked for.
     # Threads would not help with compilation, half of which is Python.
-    # Generators of one list of results per missing task, in order; a task of this process runs when it is asked for.
     finished = _in_processes(missing, workers, end - clock()) if workers > 1 else (task.work() for task in missing)
     try:
         with closing(finished):

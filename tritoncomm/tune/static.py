@@ -77,11 +77,11 @@ def checks(op: str, unit: int, config: Config) -> list[Check]:
     # A thread may have 64 registers where accesses are 4 bytes and wider, 128 otherwise and where parts are summed.
     # Sums of 16 parts may have any number, as one of the targets loads all parts ahead.
     if op == "reduce":
-        # A sum reads units of 16 bytes, whatever the bytes of an element, which are its ``unit``.
+        # The ``unit`` of a sum is an element; its accesses have 16 bytes in any case.
         kernel = kernels["reduction"]._reduce_kernel
         return [
-            Check("reduce", _sum(kernel, unit, 8, config), width=16, budget=128),
-            Check("reduce of 16 parts", _sum(kernel, unit, 16, config), width=16, budget=512),
+            Check("reduce", _sum(kernel, unit, parts=8, config=config), width=16, budget=128),
+            Check("reduce of 16 parts", _sum(kernel, unit, parts=16, config=config), width=16, budget=512),
         ]
     kernel, unpack = kernels["address"]._copy_kernel, op == "unpack"
     element, vec = _ELEMENT[unit]
@@ -146,8 +146,12 @@ def judge(op: str, unit: int, tried: Sequence[Candidate], target: str) -> list[V
 
 def _verdict(code: Code, warps: int, pruned: str, target: str) -> Verdict:
     """Return the verdict by the plain operation's machine code; ``pruned`` is the reason against its use, or empty."""
+    # ``loads`` and ``stores`` have the bytes of each access.
     per_16 = code.instructions * 16 / max(sum(code.loads), sum(code.stores), 1)
-    in_flight = resident(code.registers, warps, target) * sum(code.loads[: code.loads_first])
+    # Loads that a thread starts before it uses the first value. Their bytes, in all resident threads, hide the latency
+    # of the memory. Where they are too few the cost grows in proportion.
+    loads_before_use = code.loads[: code.loads_first]
+    in_flight = resident(code.registers, warps, target) * sum(loads_before_use)
     cost = per_16 * max(1.0, _IN_FLIGHT / max(in_flight, 1))
     return Verdict(
         pruned=pruned,

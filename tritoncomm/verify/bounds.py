@@ -107,23 +107,25 @@ class Bounds:
     def of_change(self, name: str, change: Tensor) -> "ChangeBound":
         """Return the bound of the change of a parameter, and where it is known.
 
-        An optimizer may divide by the size of the gradient, so that an element whose gradient is rounding changes by
-        rounding alone. With ``b`` the bound of the gradient and ``m`` its largest magnitude, elements count from
-        ``sqrt(b * m)`` on, where the gradient is known to ``sqrt(b / m)`` of itself, and so is the change.
+        An optimizer may divide a gradient by its size, as Adam does. An element whose gradient is nothing but rounding
+        error then changes by a number that says nothing. So only elements with a large gradient are compared. Let ``b``
+        be the bound of the gradient's error, and ``m`` its largest magnitude. A gradient of ``sqrt(b * m)`` or more has
+        a relative error of at most ``sqrt(b / m)``, and the change of such an element has it, too.
         """
         gradient = self._whole.gradients.get(name)
         if gradient is None or not bool((gradient != 0).any()):  # deleted by the step, or set to zero
             gradient = self._whole.accumulated.get(name)
-        copied = 4 * _eps([self._whole.parameters[name]]) * max(largest(self._whole.parameters[name]), largest(change))
-        is_known, error = torch.ones_like(change), _FACTOR * torch.finfo(self._whole.narrowest).eps
-        if gradient is not None and gradient.shape == self._whole.parameters[name].shape:
+        parameter = self._whole.parameters[name]
+        of_writing = 4 * _eps([parameter]) * max(largest(parameter), largest(change))  # the parameter is rounded
+        is_known, relative_error = torch.ones_like(change), _FACTOR * torch.finfo(self._whole.narrowest).eps
+        if gradient is not None and gradient.shape == parameter.shape:
             bound, most = self.of_gradient(gradient, [], self.exact_gradient(name)), largest(gradient)
-            error = math.sqrt(bound / most)
-            is_known = (wide(gradient).abs() >= error * most).to(change.dtype)
-        rounding = 0.0
+            relative_error = math.sqrt(bound / most)
+            is_known = (wide(gradient).abs() >= relative_error * most).to(change.dtype)
+        of_dtype = 0.0  # what the dtype makes of it: the difference from the change in float64, where there is one
         if self._whole.exact is not None and name in self._whole.exact.parameters:
-            rounding = _OF_ROUNDING * difference(change, _change(self._whole.exact, name))
-        return ChangeBound(max(copied + _FACTOR * error * largest(change), rounding), is_known)
+            of_dtype = _OF_ROUNDING * difference(change, _change(self._whole.exact, name))
+        return ChangeBound(max(of_writing + _FACTOR * relative_error * largest(change), of_dtype), is_known)
 
     def of_loss(self, whole: Tensor) -> float:
         """Return the bound of the loss."""

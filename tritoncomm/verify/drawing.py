@@ -18,9 +18,10 @@ _DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 def draw(model: nn.Module, seed: int = 0) -> None:
     """Draw all floating-point parameters anew, so that none is zero, one or the same as another.
 
-    Weights have the scale ``1 / sqrt(columns)``, other parameters are ``1 + 0.2 * normal`` if they were positive (the
-    weights of norms), else ``0.2 * normal``. All are numbers of float32, which a program that keeps some parameters in
-    it does not change. The same seed gives the same values.
+    Parameters of two dims and more are normal numbers times ``1 / sqrt(columns)``. Others are ``1 + 0.2 * normal`` if
+    all of their values were above 0.5, as the weights of norms are, else ``0.2 * normal``. All values are rounded to
+    float32, so that they are the same whether a program keeps a parameter in float32 or in float64. The same seed gives
+    the same values.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -35,7 +36,7 @@ def draw(model: nn.Module, seed: int = 0) -> None:
             values = values.float()
             mesh: Any = getattr(parameter, "device_mesh", None)
             if mesh is not None:  # a program that shards its model in one process, too
-                from torch.distributed.tensor import distribute_tensor  # a second to import, for this alone
+                from torch.distributed.tensor import distribute_tensor  # its import takes a second
 
                 values = distribute_tensor(values.to(parameter.dtype), mesh, parameter.placements)  # pyright: ignore
             parameter.copy_(values)

@@ -50,16 +50,17 @@ def _of_bias(bias: Tensor, values: Values) -> Iterator[str]:
     whole, parts, bound = values
     if bias.shape != whole.shape[-1:] or any(x.shape != whole.shape for x in parts):
         return
-    for times in range(2, len(parts) + 1):
-        if all(difference(x, whole + (times - 1) * bias) <= 4 * bound for x in parts):
+    bound = 4 * bound  # adding and subtracting the bias rounds, too
+    for times in range(2, len(parts) + 1):  # the whole one has it once
+        if all(difference(x, whole + (times - 1) * bias) <= bound for x in parts):
             yield f"its bias was added {times} times"
             return
     whole, parts = whole - bias, [x - bias for x in parts]
-    factor = factor_of(parts, [whole] * len(parts), bound)
+    factor = factor_of(parts, [whole] * len(parts), values.bound)
     if factor is not None:
         yield f"{factor}, but for its bias"
         return
-    added = find(whole, parts, 4 * bound).relation
+    added = find(whole, parts, bound).relation
     if added is not None and added.is_partial and not added.is_mean:
         yield f"the ranks' parts were never summed ({added}, but for its bias)"
 
@@ -72,7 +73,7 @@ def _of_values(values: Values, ranks: Sequence[int], nearest: Relation | None) -
         if missing:
             yield missing
         return
-    partly: dict[tuple[int, ...], None] = {}  # sets of wrong ranks, by relations of which some are right
+    partly = set[tuple[int, ...]]()  # the wrong ranks by each relation by which some are right
     for relation in candidates(whole, parts, allow_sums=False):
         expected = [relation.of(whole, k) for k in range(len(parts))]
         if relation.view or any(e is None or e.shape != x.shape for e, x in zip(expected, parts, strict=True)):
@@ -89,8 +90,8 @@ def _of_values(values: Values, ranks: Sequence[int], nearest: Relation | None) -
             return
         wrong = [rank for rank, (x, e) in zip(ranks, pairs, strict=True) if difference(x, e) > bound]
         if len(wrong) < len(pairs) and relation.covered(len(parts)) == relation.blocks:
-            partly[tuple(wrong)] = None
-    # Of several sets the smallest counts; of two as small each may be the innocent one.
+            partly.add(tuple(wrong))
+    # The fewest wrong ranks are named, unless two relations have as few: either may be the right one.
     fewest = [each for each in partly if len(each) == min(map(len, partly))]
     if len(fewest) == 1:
         yield f"only {ranks_in_words(fewest[0])} differ{'s' if len(fewest[0]) == 1 else ''}"
@@ -129,17 +130,15 @@ def not_finite(values: Values, ranks: Sequence[int]) -> str:
     """Say on which ranks values are NaN or infinite, though none of the whole tensor is; "" if none are."""
     if not bool(values.whole.isfinite().all()):
         return ""
-    found: dict[str, list[int]] = {}
+    found: dict[tuple[str, str], list[int]] = {}
     for rank, x in zip(ranks, values.parts, strict=True):
         for kind, is_odd in (("NaN", x.isnan()), ("infinite", x.isinf())):
             if bool(is_odd.any()):
                 at = [int(i) for i in is_odd.nonzero()[0]]
                 many = f"{int(is_odd.sum())} of {counted(x.numel(), 'value')}, first at {at}"
                 many = "all values" if bool(is_odd.all()) else many
-                found.setdefault(f"{kind}|{many}", []).append(rank)
-    return ", ".join(
-        f"is {kind} on {ranks_in_words(who)} ({many})" for key, who in found.items() for kind, many in [key.split("|")]
-    )
+                found.setdefault((kind, many), []).append(rank)
+    return ", ".join(f"is {kind} on {ranks_in_words(who)} ({many})" for (kind, many), who in found.items())
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
@@ -148,26 +147,25 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def factor_of(parts: Sequence[Tensor], expected: Sequence[Tensor], bound: float) -> str | None:
-    """Say by which number all values are off, if one number explains them; of what rounding may be it says nothing."""
+    """Say by which factor all values are off, if one explains them; None of values that may be rounding."""
     if bound > max(map(largest, expected), default=0.0) / 10:
         return None
-    top = sum(float((x * e).sum()) for x, e in zip(parts, expected, strict=True))
-    bottom = sum(float((e * e).sum()) for e in expected)
-    if not bottom or not math.isfinite(top / bottom):
+    # The factor by least squares.
+    products = sum(float((x * e).sum()) for x, e in zip(parts, expected, strict=True))
+    squares = sum(float((e * e).sum()) for e in expected)
+    if not squares or not math.isfinite(products / squares):
         return None
-    ratio = top / bottom
+    ratio = products / squares
     if any(difference(x, ratio * e) > 4 * bound * max(1.0, abs(ratio)) for x, e in zip(parts, expected, strict=True)):
         return None
     if abs(ratio) < 1e-9:
         return "is 0 on all ranks"
     if abs(ratio - round(ratio)) < 1e-6 and abs(round(ratio)) > 1:
         return f"is {round(ratio)} times the whole one"
+    if round(ratio, 6) == -1:
+        return "has the other sign"
     if abs(1 / ratio - round(1 / ratio)) < 1e-6:
-        return (
-            "has the other sign"
-            if round(ratio, 6) == -1
-            else f"is {'-' * (ratio < 0)}1/{round(abs(1 / ratio))} of the whole one"
-        )
+        return f"is {'-' if ratio < 0 else ''}1/{round(abs(1 / ratio))} of the whole one"
     return f"is {ratio:.6g} times the whole one"
 
 

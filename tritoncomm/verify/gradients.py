@@ -28,18 +28,19 @@ class Gradients:
 
     def compare(self) -> None:
         """Compare gradients with the parts that the parameters are."""
-        # As backward goes: a wrong gradient makes those of earlier modules wrong. What a module with others inside owns
-        # itself, as positions, counts where the first of them ran.
-        first: dict[str, int] = {}
+        # As backward goes: a wrong gradient makes those of earlier modules wrong. A parameter counts with the first
+        # call of its module or of one inside of it, whichever was recorded first.
+        first_call: dict[str, int] = {}
         for i, call in enumerate(self.whole.calls):
             parts = call.name.split(".") if call.name else []
             for depth in range(len(parts) + 1):
-                first.setdefault(".".join(parts[:depth]), i)
-        own = {name: first.get(name.rpartition(".")[0], -1) for name in self.whole.gradients}
+                first_call.setdefault(".".join(parts[:depth]), i)
+        place = {name: first_call.get(name.rpartition(".")[0], -1) for name in self.whole.gradients}
         # The gradient of a tied parameter is whole when backward has passed the first module that uses it.
-        tied = {name: min(own[each] for each in names) for names in self.whole.tied.values() for name in names}
-        names = sorted(self.whole.gradients, key=lambda name: (-tied.get(name, own[name]), -own[name]))
-        for name in names:
+        whole_at = place | {
+            name: min(place[each] for each in names) for names in self.whole.tied.values() for name in names
+        }
+        for name in sorted(self.whole.gradients, key=lambda name: (-whole_at[name], -place[name])):
             self._compare_gradient(name)
         if not all(map(self.runs.holders, self.whole.parameters)):
             return  # a name without a partner here may be one without a partner there
@@ -82,8 +83,8 @@ class Gradients:
         reason = not_finite(values, holders)
         if not reason and is_zero:
             having = [rank for rank, x in zip(holders, parts, strict=True) if bool((x != 0).any())]
-            held = "is zero in one process" if recorded is not None else "is one that one process does not have"
-            reason = f"{held}, and not zero on {ranks_in_words(having)}"
+            in_one_process = "is zero" if recorded is not None else "is not there"
+            reason = f"{in_one_process} in one process, and not zero on {ranks_in_words(having)}"
         reason = reason or explanations.of_gradient(name, values, holders, relation, self.whole, self.ranks)
         self.ledger.add(module, f"gradient of {name} {reason} ({figures(fit, values)})")
 
@@ -95,13 +96,15 @@ class Gradients:
         right = 0
         for call in reversed(self.whole.calls):  # as backward goes
             for j, index in enumerate(call.outputs):
+                # The ranks on which it is wrong; None if it says nothing.
                 wrong = self._wrong_backward(call, j) if index in self.whole.backward else None
                 if wrong and not right:
                     reason = f"the gradient of its output is wrong on {ranks_in_words(wrong)}"
                     return Problem(_STEP, f"{_STEP}: between {call.name or ROOT} and the loss: {reason}")
                 if wrong:
                     return None
-                right += wrong is not None
+                if wrong is not None:
+                    right += 1
         # One module may compute a wrong gradient of its parameters alone; none makes those of all wrong.
         unchecked = {name for names in self.ledger.left.values() for name in names}
         telling = [
@@ -171,10 +174,11 @@ class Gradients:
             return
         if fit.relation is not None:
             return
-        reason = not_finite(values, holders)
-        reason = reason or explanations.of_gradient(name, values, holders, relation, self.whole, self.ranks)
-        if name not in self.whole.changed:
-            reason = "is not in one process"
+        if name in self.whole.changed:
+            reason = not_finite(values, holders)
+            reason = reason or explanations.of_gradient(name, values, holders, relation, self.whole, self.ranks)
+        else:
+            reason = "is not in one process"  # where the step does not change the parameter
         module, line = name.rpartition(".")[0], f"parameter {name} after the step: its change {reason}"
         self.ledger.add(module, f"{line} ({figures(fit, values)})")
 
@@ -190,7 +194,7 @@ class Gradients:
         values = Values.of(whole, parts, self.bounds.of_buffer(whole))
         fit = find(*values)
         reason = not_finite(values, holders)
-        if fit.relation is None and fit.nearest is None and not reason:
+        if fit.relation is None and fit.nearest is None and not reason:  # no shape fits: a buffer of the rank's own
             self.ledger.leave(OWN, name)
             return
         self.ledger.count("changed")

@@ -21,7 +21,7 @@ def bare(name: str) -> str:
 def partners(whole: Iterable[str], names: Iterable[str]) -> dict[str, str | None]:
     """Return for names of a rank those in one process; None for a wrapper around what has the partner.
 
-    A name that one process has stays, and one that has no partner without its wrappers, too.
+    A name that one process has, or that has no partner there even without the names of wrappers, stands for itself.
     """
     there, found = _by_bare(whole), dict[str, str | None]()
     for stem, same in _by_bare(names).items():

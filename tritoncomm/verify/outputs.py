@@ -51,13 +51,13 @@ class Outputs:
             if problem is not None:
                 wrong.append(_Wrong(index, call, problem, self._has_right_inputs(call)))
                 pending.clear()  # the problem is about them
-            elif status in ("fits", "partial"):
+            elif status:  # right, or addends: what is wrong inside of it was meant so
                 harmless = [each for each in wrong if is_inside(each.call.name, call.name)]
                 for each in harmless:
                     if each.has_right_inputs:
                         self.ledger.leave(INSIDE, each.call.name)
                 wrong = [each for each in wrong if each not in harmless]
-                if harmless:
+                if harmless:  # and so were addends inside of it
                     pending = [each for each in pending if each[0] is call]
                 if status == "fits":
                     self._note_repairs(wrong, call)
@@ -96,7 +96,7 @@ class Outputs:
         chosen = next((each for each in open_ones if each.has_right_inputs), open_ones[0])
         inside = [each for each in open_ones if each is chosen or is_inside(each.call.name, chosen.call.name)]
         first = inside[0]
-        # An input that is wrong already for the module around it was made wrong there.
+        # If the input of a module around it is wrong, too, that one is blamed.
         for each in open_ones:
             if not (first.has_right_inputs or each.has_right_inputs) and is_inside(first.call.name, each.call.name):
                 first = each
@@ -141,6 +141,7 @@ class Outputs:
             fit = find(*values, known=self.runs.declared(call.name), allow_strides=self.runs.has_strides)
             if self.ledger.is_unchecked(self.bounds.exact_output(call, j), values, fit, "outputs", call.name):
                 continue
+            # Ranks that each run other layers inside of a module are stages, whose outputs are no parts of its own.
             if fit.relation is None and self._is_divided(call.name) and self._are_stages(values, present):
                 self.ledger.leave(OWN, call.name)
                 return "", None
@@ -208,8 +209,11 @@ class Outputs:
         sent = 0
         for rank, each in present:
             before = self.runs.calls[rank].get((culprit.name, culprit.number))
-            until = each.collectives[1 if is_inside(culprit.name, call.name) else 0]
-            sent = max(sent, until - before.collectives[1] if before is not None else 0)
+            if before is not None:
+                # Collectives behind the culprit: until the end of the call if it is inside of this one, else its start.
+                started, ended = each.collectives
+                until = ended if is_inside(culprit.name, call.name) else started
+                sent = max(sent, until - before.collectives[1])
         behind = f"{call.name or ROOT} is wrong ({size})"
         if not sent:
             line = f"{culprit.name or ROOT}: the ranks' parts were never summed ({reason}); {behind}"

@@ -138,9 +138,15 @@ def _child(
     """Run the function in this process; write how it ended."""
     progress = Progress(files.progress(rank))
     if quiet:
-        os.dup2(2, 1)
+        os.dup2(2, 1)  # standard output goes where standard error goes
     write = sys.stdout.write
-    sys.stdout.write = lambda text: (progress.event(), write(text))[1]
+
+    def write_and_note(text: str) -> int:
+        """Write, which counts as progress."""
+        progress.event()
+        return write(text)
+
+    sys.stdout.write = write_and_note
     try:
         function(rank, progress, *arguments)
     except SystemExit:
@@ -167,6 +173,7 @@ def _watch(processes: Sequence[BaseProcess], files: _Folder, timeout: float) -> 
         if any(files.error(rank).exists() or _has_died(processes[rank], files, rank) for rank in ranks):
             break
         now = [Progress.read(files.progress(rank)) for rank in ranks]
+        # Until the first rank has begun no time counts: imports take what they take.
         if now != states or not any(state.has_begun for state in now):
             states, since = now, time.monotonic()
         elif time.monotonic() - since > timeout:

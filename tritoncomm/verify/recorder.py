@@ -51,12 +51,13 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in _COLLECTIVES:
             self.collectives += 1
-            self.follow(None)
+            self.follow(None)  # a collective begins
             result = func(*args, **(kwargs or {}))
             self._trace(args, (args, result))  # into tensors that were passed
             return result
         result = func(*args, **(kwargs or {}))
-        for x in (result,) if isinstance(result, Tensor) else result if isinstance(result, tuple | list) else ():
+        results = result if isinstance(result, tuple | list) else (result,)
+        for x in results:
             if isinstance(x, Tensor) and x.is_floating_point() and (eps := torch.finfo(x.dtype).eps) > self._eps:
                 self.narrowest, self._eps = x.dtype, eps
         for x in args:
@@ -108,7 +109,8 @@ class _Recorder:
 
     def after(self, name: str, module: nn.Module) -> Callable[..., None]:
         """Return the hook of a module."""
-        signature: list[inspect.Signature | None] = []
+        signature: inspect.Signature | None = None
+        is_read = False
 
         def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             started = self.started.pop() if self.started else 0
@@ -116,9 +118,11 @@ class _Recorder:
                 return
             if _infers_shapes():
                 return
-            signature[:] = signature or [_signature(module)]
-            given = dict(_named(_bound(signature[0], args, kwargs)))
-            if not name and not self.counts[name]:
+            nonlocal signature, is_read
+            if not is_read:  # at the first call, and once
+                signature, is_read = _signature(module), True
+            given = dict(_named(_bound(signature, args, kwargs)))
+            if not name and not self.counts[name]:  # the first call of the whole model: the inputs of the step
                 self.recording.inputs = {key: _copied(x).double() for key, x in given.items() if not x.is_complex()}
             index, watch = len(self.recording.calls), self.watch
             sources = self._sources(given.values())
@@ -245,8 +249,8 @@ def record(
             outputs are recorded or not; parameters and gradients are recorded in any case.
         to: file to write the recording to, which ``Recording.load`` reads.
         follow: called with the name of every module that begins, and with None before every collective.
-        backward: record the gradients of outputs, too: they tell a fault between the last module and the loss, or
-            behind backward, from one in a module.
+        backward: record the gradients of outputs, too. With them a fault in a module can be told from one between the
+            last module and the loss, and from one in what the program does with gradients after backward.
 
     Raises:
         ArgumentError: the case has no module, or two of its names are the same in the run of one process.
@@ -255,16 +259,18 @@ def record(
     if not modules:
         raise ArgumentError("verify.record: the case has no modules")
     recording, watch = Recording(relations=dict(case.relations)), _Watch(follow)
-    recorder, stepped = _Recorder(recording, watch, backward), dict[str, Tensor | None]()
+    recorder = _Recorder(recording, watch, backward)
+    stepped = dict[str, Tensor | None]()  # gradients of parameters that an optimizer has stepped; a hook fills it
     with ExitStack() as hooks:
-        # Of a wrapper and what it wraps, which may have one name, the inner one counts.
-        for whole, module in {case.whole_module(name): module for name, module in modules.items()}.items():
-            if whole is None:
+        # A wrapper and the module inside it may have the same name in one process. Then the inner one is recorded.
+        by_whole_name = {case.whole_module(name): module for name, module in modules.items()}
+        for whole_name, module in by_whole_name.items():
+            if whole_name is None:
                 continue
-            recording.modules.append(whole)
-            if (only is None or _matches(whole, only)) and not _matches(whole, skip):
-                hooks.callback(module.register_forward_pre_hook(recorder.before(whole), prepend=True).remove)
-                after = recorder.after(whole, module)
+            recording.modules.append(whole_name)
+            if (only is None or _matches(whole_name, only)) and not _matches(whole_name, skip):
+                hooks.callback(module.register_forward_pre_hook(recorder.before(whole_name), prepend=True).remove)
+                after = recorder.after(whole_name, module)
                 hooks.callback(module.register_forward_hook(after, with_kwargs=True).remove)
         _take_parameters(case, recording)
         for parameter, whole in _by_whole_name(case, case.parameters):
@@ -363,7 +369,7 @@ def _nested_split(parameter: Any) -> Relation | None:
         parameter.shape[p.dim] % mesh.size() for _, p in cut
     ):
         return None
-    splits: list[tuple[int, int, int]] = []
+    splits: list[tuple[int, int, int]] = []  # (dim, chunks, ranks from one chunk to the next), the last cut first
     for axis, placement in reversed(cut):
         # A strided shard was cut after those of the later axes: FSDP2 over tensor parallelism.
         at = len(splits) if hasattr(placement, "split_factor") else 0

@@ -179,9 +179,10 @@ class Recording:
         """Return the recording with the names of one process, where wrappers have made other names of them."""
         modules = partners(whole.modules, self.modules)
         tensors = partners((*whole.parameters, *whole.buffers), (*self.parameters, *self.buffers))
-        names = {name: new or name for name, new in tensors.items()}
+        names = {name: new or name for name, new in tensors.items()}  # without a partner a tensor keeps its name
         if all(name == new for name, new in (modules | names).items()):
             return self
+        # A module whose partner is None is a wrapper, and its calls are left out.
         kept = [i for i, call in enumerate(self.calls) if modules.get(call.name, call.name) is not None]
         places = {old: new for new, old in enumerate(kept)}
         calls = [

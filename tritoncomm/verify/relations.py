@@ -89,7 +89,7 @@ class Relation:
     def __str__(self) -> str:
         words = [f"{chunks} chunks along dim {dim}" for dim, chunks, _ in self.splits]
         if self.is_mirrored:
-            words[0] = "two mirrored " + words[0].removeprefix(f"{self.splits[0][1]} ")
+            words[0] = f"two mirrored chunks along dim {self.splits[0][0]}"
         if self.is_padded:
             words[0] = "padded " + words[0]
         if self.is_strided:
@@ -103,7 +103,7 @@ class Relation:
         return ", ".join(words) or "equal"
 
     def of(self, whole: Tensor, k: int) -> Tensor | None:
-        """Return the part of a whole tensor that the k-th rank holds, or an addend of; None if it cannot."""
+        """Return the part of a whole tensor that rank k holds, or an addend of it; None if the split does not fit."""
         x = whole
         for dim, chunks, rank_stride in self.splits:
             i = k // rank_stride % chunks  # digit of the rank for this split
@@ -197,15 +197,19 @@ def find(
         allow_strides: whether ranks may hold every n-th index. Rows that a wrong gather interleaved look alike.
     """
     whole, count = _expanded(whole, parts), len(parts)
-    nearest, partial, least, best = None, None, math.inf, (True, count + 1, math.inf)
+    partial = None  # the first relation that fits, although the ranks do not hold all of the tensor
+    # The nearest of those that do not fit: one of the whole tensor before others, then by wrong ranks, then by error.
+    nearest, least, best = None, math.inf, (True, count + 1, math.inf)
     for relation in [known] if known is not None else candidates(whole, parts, allow_sums, allow_strides):
         error, wrong = _misfit(relation, whole, parts, bound)
         if error <= bound:
             if known is not None or relation.covered(count) == relation.blocks:
                 return Found(relation, error)
             partial = partial or relation
-        elif error < math.inf and (order := (relation.covered(count) < relation.blocks, wrong, error)) < best:
-            nearest, least, best = relation, error, order
+        elif error < math.inf:
+            order = relation.covered(count) < relation.blocks, wrong, error
+            if order < best:
+                nearest, least, best = relation, error, order
     return Found(relation=None, error=least, nearest=nearest, partial=partial)
 
 
@@ -231,9 +235,12 @@ class _Misfit(NamedTuple):
 def _misfit(relation: Relation, whole: Tensor, parts: Sequence[Tensor], bound: float) -> _Misfit:
     """Compare the ranks' tensors with what a relation says."""
     viewed = _view(whole, relation.view, parts[0].dim())
-    held = None if viewed is None else _summed(parts, relation) if relation.is_partial else parts
-    if viewed is None or held is None:
-        return _Misfit(math.inf, len(parts))
+    does_not_fit = _Misfit(math.inf, len(parts))
+    if viewed is None:
+        return does_not_fit
+    held = _summed(parts, relation) if relation.is_partial else parts
+    if held is None:
+        return does_not_fit
     worst, wrong = 0.0, 0
     for k, x in enumerate(held):
         expected = relation.of(viewed, k)
@@ -241,7 +248,7 @@ def _misfit(relation: Relation, whole: Tensor, parts: Sequence[Tensor], bound: f
             dim = relation.splits[0][0]
             x = x.narrow(dim, 0, expected.shape[dim])
         if expected is None or expected.shape != x.shape:
-            return _Misfit(math.inf, len(parts))
+            return does_not_fit
         error = difference(x, expected)
         worst, wrong = max(worst, error), wrong + (error > bound)
     return _Misfit(worst, wrong)
@@ -298,7 +305,7 @@ def candidates(
             continue
         for (ranks, step), each in itertools.product(_mesh_dims(count), splits):
             yield replace(each, summed=(ranks, step), view=view)
-            if not dims:
+            if not dims:  # of numbers, as a loss, ranks may hold terms of a mean
                 yield replace(each, summed=(ranks, step), is_mean=True)
 
 
@@ -332,8 +339,9 @@ def _of_dim(size: int, sizes: Sequence[int], dim: int, allow_strides: bool) -> I
     for chunks, step in _mesh_dims(count):
         length = -(-size // chunks)
         expected = [max(0, min(length, size - i * length)) for i in range(chunks)]
-        if all(sizes[k] == expected[k // step % chunks] for k in range(count)):
+        if all(sizes[k] == expected[k // step % chunks] for k in range(count)):  # the chunk of rank k has this number
             found.append((chunks, step))
+    # As ``torch.chunk`` splits; by sizes of its own; or with all parts as long, the last one being padded.
     yield from (Relation.chunk(dim, *each) for each in found)
     if not found and sum(sizes) == size:
         yield Relation.chunk(dim, count, 1, sizes)
@@ -341,6 +349,7 @@ def _of_dim(size: int, sizes: Sequence[int], dim: int, allow_strides: bool) -> I
         for chunks, step in _mesh_dims(count):
             if sizes[0] * (chunks - 1) < size < sizes[0] * chunks:
                 yield Relation.padded(dim, chunks, step, sizes[0])
+    # Other layouts with the sizes of ``torch.chunk``.
     for chunks, step in found:
         if allow_strides and size % chunks == 0:
             yield Relation.strided(dim, chunks, step)

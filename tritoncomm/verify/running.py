@@ -123,7 +123,7 @@ def verify(settings: Settings, follow: Callable[[str], None] = lambda text: None
         raise ArgumentError(f"dtype must be one of {', '.join(DTYPES)}, not {settings.dtype!r}")
     if settings.ranks < 1:
         raise ArgumentError(f"ranks must be 1 or more, not {settings.ranks}")
-    # The file itself is imported by the processes, which have what it may read: variables, arguments.
+    # Only the name is checked here: the file is imported by the processes, which have the variables that it may read.
     if settings.target.startswith(TRANSFORMERS):
         builder(settings.target)
     else:
@@ -155,10 +155,10 @@ class _Runner:
         whole = self.alone(written)
         if not whole.is_rounded:
             return _Pair(whole, self.on_ranks(written))
-        wide = _Mode("float64", is_widened=True)
+        wide = _Mode("float64", is_widened=True)  # whatever dtypes the program names
         with suppress(VerifyError):  # a program may check its dtypes
             whole.exact = _unrounded(self.alone(wide))
-        if whole.exact is None:  # then with the dtypes that the program names, and for one process alone
+        if whole.exact is None:  # then float64 is the default dtype alone, in one process
             with suppress(VerifyError):
                 whole.exact = _unrounded(self.alone(_Mode("float64")))
             return _Pair(whole, self.on_ranks(written))
@@ -171,22 +171,22 @@ class _Runner:
         return _Pair(whole, ranks)
 
     def explained(self, report: Report, whole: Recording, ranks: list[Recording]) -> Report:
-        """Return the report on the same runs again, with the gradients of outputs; say whether they are the same."""
+        """Run again and record the gradients of outputs, too; return the report on these runs, with what they tell."""
         # Runs that differ in float64, too, are explained in float64, where rounding is no cause.
         run = _Mode(self.settings.dtype, backward=True)
         exact = [each.exact for each in ranks if each.exact is not None]
-        is_equal_in_float64 = False
+        reference, is_equal_in_float64 = whole, False
         if whole.exact is not None and len(exact) == len(ranks):
             is_equal_in_float64 = compare(whole.exact, exact).equal
             if not is_equal_in_float64:
-                run, whole = _Mode("float64", is_widened=True, backward=True), whole.exact
+                run, reference = _Mode("float64", is_widened=True, backward=True), whole.exact
         self.follow("one process, again")
         again = self.alone(run)
-        same = compare(whole, [again])
+        same = compare(reference, [again])
         if same.first is not None:
             words = f"not comparable: a rerun in one process differs, first in {same.first or ROOT}"
             return Report(first=None, lines=same.lines, problem=words, counts=report.counts)
-        again.exact, again.noise = whole.exact, whole.noise
+        again.exact, again.noise = reference.exact, reference.noise
         again.has_autocast &= not run.is_widened  # a step in float64 runs without autocast
         second = compare(again, self.on_ranks(run))
         if second.first is None:
@@ -243,18 +243,18 @@ def _unrounded(exact: Recording) -> Recording | None:
 def _start(rank: int, world: int, settings: Settings, run: _Mode, store: Path) -> dist.ProcessGroup:
     """Join the process group of a run, with its dtype and seed."""
     torch.set_num_threads(max(1, torch.get_num_threads() // world))
-    # What is widened is drawn as it is written.
+    # A widened run builds its model in the program's dtype, so that it draws the same values.
     torch.set_default_dtype(DTYPES[settings.dtype if run.is_widened else run.dtype])
     torch.manual_seed(settings.seed)
     shared = FileStore(str(store), world)
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=world, timeout=_TIMEOUT)
-    # What torchrun sets, for programs that read it. One that joins the process group itself has joined this one.
+    # What torchrun sets, for programs that read it.
     if rank == 0:
         shared.set("port", str(_free_port()))
     launch = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in launch.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=shared.get("port").decode())
-    dist.init_process_group = _joined
+    dist.init_process_group = _joined  # for a program that joins the process group itself
     group = dist.group.WORLD
     assert group is not None
     return group
@@ -277,12 +277,12 @@ def _run_alone(_: int, progress: Progress, settings: Settings, folder: str, name
         case = builder(settings.target, settings.arguments)(0, 1, group, None)
         noise = _ready(case, settings, run.dtype)
         modules = _chunks(case.model)
-        written = Path(folder) / f"{settings.dtype}.state"
+        saved_before = Path(folder) / f"{settings.dtype}.state"  # by the run in the program's own dtype
         if not settings.keep_values:
             for i, module in enumerate(modules):
                 draw(module, settings.seed + i)
-        elif run.dtype != settings.dtype:  # what a program draws itself differs by dtype
-            values = torch.load(written)
+        elif run.dtype != settings.dtype:  # the same values, as what a program draws differs by dtype
+            values = torch.load(saved_before)
             for module in modules:
                 _load(module, values)
         state = {key: _whole_value(x) for module in modules for key, x in module.state_dict().items()}
@@ -335,10 +335,10 @@ def _ready(case: Any, settings: Settings, dtype: str) -> list[str]:
     for module in _chunks(case.model):
         if not settings.keep_noise:
             noise += without_noise(module)
-        # Parameters of a default dtype have it already; a model of another dtype is moved, shards and all.
+        # Parameters of the default dtype have it already; a model with a dtype of its own is cast, shards and all.
         for x in (*module.parameters(), *module.buffers()):
             if x.is_floating_point() and x.dtype != DTYPES[dtype]:
                 x.data = x.data.to(DTYPES[dtype])
-            elif x.is_complex() and dtype != "bfloat16":  # there is no complex number of 16 bits each
+            elif x.is_complex() and dtype != "bfloat16":  # which has no complex dtype
                 x.data = x.data.to(DTYPES[dtype].to_complex())
     return noise

@@ -65,7 +65,7 @@ def small(config_class: type[Any], own: dict[str, Any], kv_heads: int = 2) -> di
         kv_heads = _HEADS  # the low rank is expanded to a key and a value for every query head
     shared = dict.fromkeys(["num_key_value_heads", "kv_n_heads", "num_attention_groups"], kv_heads)
     renamed = config_class.attribute_map
-    # Where one field stands for the heads of both kinds, as in Whisper, it is for those of the queries: they come last.
+    # Whisper has one field for the heads of both kinds, those of the queries: ``_SMALL``, which has them, comes last.
     settings: dict[str, Any] = {renamed.get(key, key): value for key, value in (shared | _SMALL).items()}
     settings = {
         key: value

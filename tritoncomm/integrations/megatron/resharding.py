@@ -210,15 +210,16 @@ def _clone_overwritten(outgoing: Mapping[int, Sequence[_Copy]], receives: Sequen
 
     Ranks that swap a tensor, or a send in a later bucket, would read what has arrived already.
     """
-    written = sorted((start, start + x.nbytes) for x in (each.tensor for each in receives) if (start := x.data_ptr()))
-    starts = [low for low, _ in written]
-    ends = [*accumulate((high for _, high in written), max)]  # of all ranges so far, which may be nested
+    ranges = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in (copy.tensor for copy in receives)]
+    written = sorted((start, end) for start, end in ranges if start)  # an empty tensor has no address
+    starts = [start for start, _ in written]
+    furthest_ends = [*accumulate((end for _, end in written), max)]  # of all ranges so far, which may be nested
 
     def is_written(x: Tensor) -> bool:
         """Whether some of the memory is overwritten."""
         # Overlap: of the ranges that begin before its end, the furthest end lies behind its start.
         before = bisect_left(starts, x.data_ptr() + x.nbytes)
-        return before > 0 and ends[before - 1] > x.data_ptr()
+        return before > 0 and furthest_ends[before - 1] > x.data_ptr()
 
     return {
         peer: [

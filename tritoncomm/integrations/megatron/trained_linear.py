@@ -169,7 +169,7 @@ class TrainedLinear:
         if not (allreduce_dgrad or sequence_parallel):
             if bias is None and input.is_contiguous():
                 return matmul(input, weight)  # autograd's own derivative has the same products, and no Python in it
-            allreduce_dgrad, group, buffers = False, None, None  # no collectives
+            group = buffers = None  # no collectives
             return _Linear.apply(input, weight, bias, allreduce_dgrad, group, buffers)
         if allreduce_dgrad and sequence_parallel:
             raise ArgumentError(f"{LINEAR}: allreduce_dgrad and sequence_parallel exclude each other")

@@ -49,7 +49,7 @@ def register(
         group: the ranks that hold the sequence; the tensor group by default, unless there is a context axis.
         attention: the implementation that attends to all positions, under its name in transformers.
         name: for ``switch``; or for ``attn_implementation=`` of a model that shares its config with no other, and whose
-            layers all have attention: nothing sees the batch of others.
+            layers all have attention: without ``switch`` other layers have no hooks that bring them their batch.
         own_positions: accept ``position_ids`` that ``shard_batch`` did not make. Nothing then notices a batch that is
             not sharded.
 
@@ -167,9 +167,12 @@ class _Implementation(Registration):
         group = self.group
         groups = getattr(module, "num_key_value_groups", 1)
         if not is_compiling():
+            # A verdict is a weak reference to the switch that it depends on, or None where it depends on none.
             verdict = self.verdicts.get(module, _UNKNOWN)
-            if verdict is _UNKNOWN or (verdict is not None and ((owner := verdict()) is None or not owner.is_on)):
-                self._judge(module)
+            if verdict is not None:
+                owner = None if verdict is _UNKNOWN else verdict()
+                if owner is None or not owner.is_on:
+                    self._judge(module)
         if group.size() > 1 and forwards.whole_batch() is not None:
             raise UnsupportedError(
                 f"{self.name}: {type(module).__name__} is outside of the language model, and has the attention of its "
@@ -225,7 +228,8 @@ class _Implementation(Registration):
     ) -> Tensor:
         """Attend to all positions of every document by itself: q, k, v ``[b, heads, S, d]`` to ``[b, S, heads, d]``.
 
-        No mask of all positions is made, but for a window that ends inside of a document one of this document.
+        No mask of all positions is made; a window that is shorter than a document needs one of that document's
+        positions.
         """
         length = tensors[0].shape[2]
         rows = packed.documents
@@ -240,8 +244,8 @@ class _Implementation(Registration):
             }  # fmt: skip
             out = self.inner(module, *flat, None, **kwargs)[0]
             return out[0].unflatten(0, (len(rows), length))
-        equal = rows[:1] if all(row == rows[0] for row in rows) else rows
-        stops = tuple([(*starts, length) for starts in equal])
+        distinct_rows = rows[:1] if all(row == rows[0] for row in rows) else rows
+        stops = tuple([(*starts, length) for starts in distinct_rows])
         groups = group_documents(stops, len(tensors[0]), tensors[0].device)
         outs = []
         for part in zip(*(groups.split(x, 0, 2) for x in tensors), strict=True):
@@ -278,7 +282,7 @@ class _Implementation(Registration):
         The model whose forward runs is judged, which may be a copy of one that ``switch`` got; outside of a forward the
         module's config and file.
         """
-        self.inside_of_models.discard(module)
+        self.inside_of_models.discard(module)  # so that `_check_layer` looks at it again
         is_sharded = self.group.size() > 1
         switch = None
         model = model_parts.running_model()
@@ -311,7 +315,7 @@ class _Implementation(Registration):
                 f"{self.name}: output_router_logits=True: {model_parts.ROUTER_LOSS}; set it to False"
             )
         local = query.shape[2]
-        positions = query.shape[2] * self.group.size()
+        positions = local * self.group.size()
         if key.shape[2] != local:
             raise UnsupportedError(
                 f"{self.name}: {local} queries of {key.shape[2]} keys: a key/value cache is not supported; "
@@ -328,6 +332,7 @@ class _Implementation(Registration):
             )
         window = kwargs.get("sliding_window")
         is_ours = mask_note_of(mask) is not None
+        # A caller's 4-D mask of one row is of all rows. A padding mask, or one that was made of it, is of its own rows.
         can_broadcast = mask.shape[0] == 1 and mask.dim() != 2 and not is_ours
         if mask.shape[0] != query.shape[0] and not can_broadcast:
             raise ShapeError(f"{self.name}: attention mask {list(mask.shape)} for {query.shape[0]} rows")
@@ -393,5 +398,7 @@ class _Implementation(Registration):
         # All queries and all keys, both from position 0 on.
         mask = self.inner_mask(batch_size, positions, positions, 0, 0, attention_mask=attention_mask, **kwargs)
         if isinstance(mask, Tensor) and not is_compiling():
-            write_mask_note(mask, _MadeMask([], {}))  # `_check` then knows that a window is in it; slices have it, too
+            # For `_check`: a mask with this note has the window in it. The note is on the storage, so slices have it,
+            # too.
+            write_mask_note(mask, _MadeMask([], {}))
         return mask

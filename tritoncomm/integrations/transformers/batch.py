@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +12,14 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import variables
 from tritoncomm.core.agreement import agree
+from tritoncomm.core.validation import PerGroup
 from tritoncomm.errors import ArgumentError, CommError, ShapeError, UnsupportedError
 from tritoncomm.groups import resolve_sequence
 from tritoncomm.integrations.transformers.batch_notes import BatchNotes, write_notes
 
 __all__ = [
     "BOUNDARIES", "IGNORED", "CountedLabels", "NotedPositions", "ShardSpan", "check_same", "counted_labels",
-    "documents_of", "is_text", "next_labels", "noted_positions", "shard_batch", "text_of",
+    "documents_of", "is_compared", "is_text", "next_labels", "noted_positions", "shard_batch", "text_of",
 ]  # fmt: skip
 
 IGNORED = -100
@@ -27,8 +27,7 @@ _SHARDED = ("input_ids", "position_ids", "attention_mask", "labels", "shift_labe
 # What collators add for packed documents; a shard has none, as the documents are noted for all positions.
 BOUNDARIES = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _MEDIA = ("pixel", "image", "video", "audio", "input_features")  # parts of names of what processors add for them
-# (size, own rank) of each group whose ranks have compared their batches.
-_compared: "WeakKeyDictionary[ProcessGroup, tuple[int, int]]" = WeakKeyDictionary()
+_compared: PerGroup[set[str]] = PerGroup()  # kinds of batches that the ranks of a group have compared
 
 
 def shard_batch(
@@ -46,7 +45,8 @@ def shard_batch(
             that start again are packed documents, unless there is an attention mask; or a collator says where they
             start: ``seq_idx`` ``[b, S]``, numbers of documents, or ``cu_seq_lens_q``, their boundaries ``0, ..., S``
             in a batch of one row. Without position ids they then start again. With multimodal rotary embeddings
-            position ids may be ``[3, b, S]``, or ``[4, b, S]`` with the text's first, which say where documents are.
+            position ids may be ``[3, b, S]``, or ``[4, b, S]``: then index 0 has the text's, and documents are where
+            these start again.
         group: the ranks; the tensor group by default, unless there is a context axis.
         pad_token_id: the token at padded positions.
 
@@ -54,7 +54,7 @@ def shard_batch(
         ``input_ids`` and global ``position_ids`` ``[b, s]``. With labels: ``shift_labels`` ``[b, s]``, the label of
         each position's successor; ``labels``, which makes the model compute its loss; ``num_items_in_batch``, the
         labels of all ranks: the losses of the ranks add up to the mean over the batch. ``attention_mask`` as it was,
-        or ones for packed sequences over several ranks: masks are of all positions, because attention is.
+        or ones for packed sequences over several ranks. Masks have all positions, because layers attend to all.
 
     Raises:
         ArgumentError: an entry that cannot be sharded.
@@ -136,7 +136,7 @@ def noted_positions(
     Args:
         positions: of all positions, those of the padding, too ``[.., b, S + more]``.
         mask: padding mask ``[b, S]``.
-        is_counted: whether the model may count positions by the mask.
+        is_counted: whether the model may count positions by the mask, from 0 at the first one that is no padding.
         is_hidden: whether the padding at the end is hidden by a mask of another kind.
     """
     rows, length = positions.shape[-2], positions.shape[-1] - span.padding
@@ -156,7 +156,8 @@ def noted_positions(
         padded=0 if mask is not None or is_hidden else span.padding,
         largest=of_rows.amax((0, 2) if of_rows.dim() == 3 else 1) if rows * length else None,
     )
-    # Boolean, so that transformers' masks, which are made of it as such, are made of this very tensor.
+    # The notes are written on this mask, too. transformers converts masks to bool: of another dtype the layers would
+    # get a copy, without the note.
     layer_mask = torch.ones(rows, span.end - span.start, dtype=torch.bool, device=positions.device)
     if columns is not None:
         layer_mask.copy_(columns)
@@ -234,20 +235,31 @@ def _check_batch(batch: Mapping[str, Any], group: ProcessGroup, name: str) -> No
         _check_entries(batch, name)
     except CommError as problem:
         error = problem
-    here = group.size(), group.rank()
-    if variables.CHECK.value or variables.HASH.value or _compared.get(group) != here:
+    if not is_compared(group, "sharded"):
         entries = {key: batch.get(key) for key in (*_SHARDED, *BOUNDARIES, "num_items_in_batch")}
-        check_same(entries, group, name, error)
-        _compared[group] = here
+        check_same(entries, group, name, "sharded", error)
     elif error is not None:
         raise error
 
 
-def check_same(batch: Mapping[str, Any], group: ProcessGroup, name: str, error: CommError | None = None) -> None:
-    """Raise on every rank of a group if their entries differ, or if one has an error. On a GPU the host waits."""
+def is_compared(group: ProcessGroup, kind: str) -> bool:
+    """Whether the ranks of a group have compared a batch of this kind; never in check mode, which compares all."""
+    is_checked = variables.CHECK.value or variables.HASH.value
+    return not is_checked and kind in (_compared.get(group) or ())
+
+
+def check_same(
+    batch: Mapping[str, Any], group: ProcessGroup, name: str, kind: str, error: CommError | None = None
+) -> None:
+    """Raise on every rank of a group if their entries differ, or if one has an error. On a GPU the host waits.
+
+    Args:
+        kind: of the batch, for ``is_compared``.
+    """
     entries = {} if error is not None else _described(batch)
     digest = hashlib.blake2b(repr(entries).encode(), digest_size=16).digest()
     agree(name, group, digest, error, lambda: entries, things="batches")
+    (_compared.get(group) or _compared.set(group, set())).add(kind)
 
 
 def _described(batch: Mapping[str, Any]) -> dict[str, str]:

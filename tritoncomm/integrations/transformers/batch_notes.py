@@ -129,14 +129,16 @@ def _rows(x: Tensor, num_rows: int, positions: int) -> tuple[int, ...] | None:
     if x.numel() == 0:
         return tuple(range(num_rows)) if positions == 0 else ()
     strides = tuple(map(int, x.stride()))
-    plane = num_rows * positions
+    plane = num_rows * positions  # elements of all rows, for one index of the first dims
     count, row_stride = (x.shape[-2], strides[-2]) if x.dim() > 1 else (1, 0)
+    # The view begins in row ``first``, at ``column``, and goes on by ``step`` rows and ``columns``.
     first, column = divmod(int(x.storage_offset()) % plane, positions)
-    step, rest = divmod(row_stride, positions) if count > 1 else (0, 0)
+    step, columns = divmod(row_stride, positions) if count > 1 else (0, 0)
     # Strides of dims of one element mean nothing.
-    is_whole = column == rest == 0 and (positions == 1 or strides[-1] == 1)
-    is_same = all(size == 1 or stride % plane == 0 for size, stride in zip(x.shape[:-2], strides, strict=False))
-    if not is_whole or not is_same or first + (count - 1) * step >= num_rows:
+    has_whole_rows = column == columns == 0 and (positions == 1 or strides[-1] == 1)
+    first_dims = zip(x.shape[:-2], strides, strict=False)
+    has_same_rows = all(size == 1 or stride % plane == 0 for size, stride in first_dims)
+    if not has_whole_rows or not has_same_rows or first + (count - 1) * step >= num_rows:
         return None
     return tuple(first + index * step for index in range(count))
 

@@ -27,8 +27,9 @@ _added: dict[str, Changes] = {}  # to transformers' registry, by name
 def register_experts(name: str = NAME) -> str:
     """Add an implementation of expert parallelism to transformers; returns ``name``.
 
-    It dispatches this rank's tokens, of which each row travels once per rank, sorts the rows by expert, runs the
-    module's own experts on them with weights of 1, and adds the results up in a fixed order. The ranks of a
+    It dispatches this rank's tokens, each at most once to a rank, however many of its experts are there; sorts the rows
+    by expert, runs the module's own experts on them with weights of 1, and adds up the results, times the weights of
+    their tokens, in a fixed order. The ranks of a
     tensor-parallel group, which share a batch, each dispatch their chunk of the tokens, and gather the results.
 
     Args:

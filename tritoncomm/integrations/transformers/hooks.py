@@ -59,7 +59,8 @@ class Switch:
                 self._changes.add(self.functions.release)
             for handle in self._add_hooks(outer, parts, layers):
                 self._changes.add(handle.remove)
-            for module in (model,) if model is outer else (model, outer):
+            with_loss = [model] if model is outer else [model, outer]
+            for module in with_loss:
                 for handle in self._hook_loss(module):
                     self._changes.add(handle.remove)
 
@@ -78,16 +79,16 @@ class Switch:
         """Whether a model still computes over shards by this switch: not after ``set_attn_implementation``.
 
         Raises:
-            UnsupportedError: that has changed a part of the model.
+            UnsupportedError: the model and its text model have different attentions.
         """
         if not self.is_on or not self.has_attention:
             return self.is_on
         name = model.config._attn_implementation
-        of_text = model_parts.text_config(model.config)._attn_implementation if self._is_composite else name
-        if name != of_text and self.name in (name, of_text):
+        text_name = model_parts.text_config(model.config)._attn_implementation if self._is_composite else name
+        if name != text_name and self.name in (name, text_name):
             raise UnsupportedError(
-                f"{self.name}: {type(model).__name__} has the attention {name!r}, and its text model {of_text!r}; call "
-                "switch(model, name) with the whole model"
+                f"{self.name}: {type(model).__name__} has the attention {name!r}, and its text model {text_name!r}; "
+                "call switch(model, name) with the whole model"
             )
         return name == self.name
 
@@ -188,7 +189,7 @@ class Switch:
         forwards.enter_model(model, notes, ours.group.size() > 1)
         has_mask = kwargs.get("attention_mask") is not None or "attention_mask" not in names[len(args) :]
         if notes.documents is not None and not has_mask:
-            # Else transformers looks for documents, too, and the masks of each would have those of all.
+            # A mask of ones, as without any transformers looks for documents itself, in the positions of a shard.
             kwargs = {**kwargs, "attention_mask": positions.new_ones(()).expand(notes.shape or ())}
         if isinstance(kwargs.get("shift_labels"), Tensor):  # the loss views them; rows with a step are not contiguous
             kwargs = {**kwargs, "shift_labels": kwargs["shift_labels"].contiguous()}

@@ -118,8 +118,9 @@ def log_probs(
     targets = labels.flatten()[positions]
     # The logits get a gradient of zeros: FSDP2 gathers the root's parameters for backward where its output gets one.
     numbers = _LabelLogProbs.apply(hidden.flatten(0, 1), weight, bias, last_logits, positions, targets, options)
-    whole = _of_all_ranks(torch.stack(numbers[: 1 + entropy]).view(-1, labels.shape[1]), ranks)
-    fields = whole.unflatten(0, (-1, len(labels)))[..., : batch["input_ids"].shape[1] - 1]
+    numbers = numbers if entropy else numbers[:1]  # each [b * s]
+    whole = _of_all_ranks(torch.stack(numbers).view(-1, labels.shape[1]), ranks)  # [len(numbers) * b, S]
+    fields = whole.unflatten(0, (len(numbers), len(labels)))[..., : batch["input_ids"].shape[1] - 1]
     return TokenLogProbs(fields[0], fields[1] if entropy else None)
 
 
@@ -156,7 +157,7 @@ def _head_of(outer: Any) -> nn.Linear:
     reason = None
     if not is_linear:
         reason = "is no torch.nn.Linear"
-    elif "forward" in vars(head) or any(map(_is_of_others, (head._forward_pre_hooks, head._forward_hooks))):
+    elif "forward" in vars(head) or any(map(_has_hooks_of_others, (head._forward_pre_hooks, head._forward_hooks))):
         reason = "has hooks, or a forward of its own"
     elif not head.weight.is_floating_point() or head.weight.numel() == 0:
         reason = "has a quantized weight, or none, as under ZeRO-3"
@@ -168,7 +169,7 @@ def _head_of(outer: Any) -> nn.Linear:
     return head
 
 
-def _is_of_others(hooks: Mapping[int, Any]) -> bool:
+def _has_hooks_of_others(hooks: Mapping[int, Any]) -> bool:
     """Whether some hooks are not those of FSDP2."""
     return any(
         not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.") for hook in hooks.values()
@@ -272,6 +273,7 @@ class _LabelLogProbs(Function):
             log_p[part] = z.gather(1, labels[part, None])[:, 0] - sums[part]
             if options.entropy:
                 entropies[part] = sums[part] - (z - sums[part, None]).exp_().mul_(z).sum(1)
+        # ``last_logits`` are here for their gradient, which is zeros: so the model's own head stays in the graph.
         ctx.options, ctx.shape, ctx.dtype = options, last_logits.shape, last_logits.dtype
         ctx.save_for_backward(hidden, weight, bias, positions, labels, sums, entropies)
         zeros = hidden.new_zeros(len(hidden), dtype=wide)
@@ -291,6 +293,8 @@ class _LabelLogProbs(Function):
         for start in range(0, len(positions), options.chunk_size):
             part = slice(start, start + options.chunk_size)
             z = _chunk(hidden, weight, bias, positions[part], options)
+            # With p = softmax(z), log p(label) has the derivative onehot - p, and the entropy H has -p * (z - m), with
+            # the mean m = sum(p * z) = logsumexp(z) - H.
             p = (z - sums[part, None]).exp_()
             if options.entropy:
                 dz = z - (sums - entropies)[part, None]

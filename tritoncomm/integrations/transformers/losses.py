@@ -117,9 +117,9 @@ def watch(
     """Watch the loss functions of models until ``end`` of the same owner.
 
     Args:
-        is_plain: whether torch.compile may trace the watch, which sees no changes in place there.
-        is_running: whether a call of a module is on the stack. The watch of a module that is not was left there by an
-            interrupt.
+        is_plain: whether torch.compile may trace the watch; in a graph it does not see changes in place.
+        is_running: whether a call of a module is on the stack. If not, an interrupt has left its watch there, which is
+            dropped.
     """
     for model in models:
         current = function = vars(model).get(_attribute(model))
@@ -223,7 +223,7 @@ def _wrong_loss(
             if any(arguments.get(name) is None for name in _ARGUMENTS):
                 return f"{kind} got labels without {' and '.join(_ARGUMENTS)}, as shard_batch returns them"
             return f"{kind} hands no {' and '.join(_ARGUMENTS)} to its loss function"
-        labels = call.kwargs["labels"] if "labels" in call.kwargs else call.args[1] if len(call.args) > 1 else None
+        labels = call.kwargs.get("labels", call.args[1] if len(call.args) > 1 else None)
         handed = {**call.kwargs, "labels": labels}
         if any(not _is_same(handed[name], arguments.get(name)) for name in ("labels", *_ARGUMENTS)):
             return f"{kind} hands other labels, or another count of them, to its loss function than it got"
@@ -234,8 +234,9 @@ def _wrong_loss(
             if problem := judge(call):
                 return f"{kind} has the loss {problem}"
     if is_sharded and _is_changed(calls, loss):
-        terms = [f", {term}" for module in _around(owner) for term in loss_terms(module)]
-        return f"{kind} changes its loss by a further term{''.join(terms[:1])}; every rank would add its own"
+        terms = [term for module in _around(owner) for term in loss_terms(module)]
+        first_term = f", {terms[0]}" if terms else ""
+        return f"{kind} changes its loss by a further term{first_term}; every rank would add its own"
     return None
 
 
@@ -262,8 +263,9 @@ def _is_same(x: Any, wanted: Any) -> bool:
 def _is_sum(call: LossCall) -> bool:
     """Whether a loss function is a sum over the tokens of ``shift_labels``, as shards of a sequence need it.
 
-    It gets the first four tokens of a call again. With ``shift_labels`` it has to ignore ``labels``: other ``labels``
-    leave the loss. And it has to divide by ``num_items_in_batch`` alone: twice the tokens by the same number double it.
+    It is called again with the first four tokens of a call. Two things have to hold: other ``labels``, which it has to
+    ignore beside ``shift_labels``, do not change the loss; and twice the tokens with the same ``num_items_in_batch``,
+    by which alone it has to divide, double the loss.
 
     Args:
         call: a call of it, whose other arguments it gets again.
@@ -343,7 +345,8 @@ def _around(owner: nn.Module) -> Iterator[nn.Module]:
 def wrong_caller(module: nn.Module) -> str | None:
     """Return the reason why nobody watches the loss in the forward of a module around a model, or None.
 
-    ``switch`` did not get the module, so that it has no hooks of ours; or somebody calls its ``forward``.
+    That is called for a module without hooks of ours: ``switch`` got a module inside of it, or somebody calls its
+    ``forward`` itself.
     """
     kind = type(module)
     if kind.__module__.startswith("torch."):

@@ -78,7 +78,7 @@ def wrong_part(model: Any, attention: str, sharded: bool, sharded_layers: Collec
         return problem
     right = {id(part) for layer in sharded_layers for part in layer.modules()}
     mixers = sorted({type(module).__name__ for module in _mixers(parts) if id(module) not in right})
-    if mixers and not _layer_types(config):  # with them, _wrong_kinds has judged the layers
+    if mixers and not _layer_types(config):  # layers of a config with types were judged above, by _wrong_kinds
         return f"{', '.join(mixers)} in its layers mixes positions, and would stop at the end of every shard"
     return None
 
@@ -169,14 +169,13 @@ def _wrong_kinds(config: Any, model: nn.Module, sharded_layers: Collection[nn.Mo
     """
     kinds = getattr(config, "layer_types", None) or ()
     unknown = _layer_types(config) - _ATTENTION - _BY_POSITION
-    right = set(map(id, sharded_layers))
-    if unknown and right:
+    sharded_ids = set(map(id, sharded_layers))
+    if unknown and sharded_ids:
         for layers in model.modules():
             if isinstance(layers, nn.ModuleList) and len(layers) == len(kinds):
-                are_right = [not right.isdisjoint(map(id, layer.modules())) for layer in layers]
-                if any(are_right):  # these are the layers of the config, in its order
-                    wrong = {kind for kind, is_right in zip(kinds, are_right, strict=True) if not is_right}
-                    unknown = unknown & wrong
+                has_sharded = [not sharded_ids.isdisjoint(map(id, layer.modules())) for layer in layers]
+                if any(has_sharded):  # these are the layers of the config, in its order
+                    unknown &= {kind for kind, is_known in zip(kinds, has_sharded, strict=True) if not is_known}
     if not unknown:
         return None
     names = ", ".join(sorted(unknown))
@@ -251,14 +250,18 @@ def towers(model: nn.Module) -> list[nn.Module]:
 
 
 def _language_model(outer: Any) -> Any:
-    """Return the model that embedded tokens are handed to; the model itself where nothing says which."""
+    """Return the model that embedded tokens are handed to; the model itself where nothing says which.
+
+    Tried in this order: ``get_decoder``; a model that the forward calls with ``inputs_embeds``; the first one inside
+    that takes ``input_ids``, as in a user's module around a model.
+    """
     pretrained_model = importlib.import_module("transformers").PreTrainedModel
     inner = {id(module) for module in outer.modules() if isinstance(module, pretrained_model) and module is not outer}
     decoder = outer.get_decoder() if hasattr(outer, "get_decoder") else outer
     if id(decoder) in inner:
         return decoder
     for owner in (outer, getattr(outer, "base_model", outer)):
-        for name in _embedding_callees(inspect.unwrap(type(owner).forward)):
+        for name in _embedding_callees(inspect.unwrap(type(owner).forward)):  # attributes that it calls
             if id(getattr(owner, name, None)) in inner:
                 return getattr(owner, name)
     takes_tokens = (
@@ -266,7 +269,7 @@ def _language_model(outer: Any) -> Any:
         for module in outer.modules()
         if id(module) in inner and "input_ids" in inspect.signature(type(module).forward).parameters
     )
-    language_model = next(takes_tokens, None)  # a user's module around a model
+    language_model = next(takes_tokens, None)
     return outer if language_model is None else _language_model(language_model)
 
 

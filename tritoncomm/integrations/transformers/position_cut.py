@@ -42,7 +42,7 @@ class PositionCut(NamedTuple):
     group: ProcessGroup
 
     def of(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that have the sequence, of this rank's positions; None for those that nobody reads.
+        """Return the arguments that have the sequence, of this rank's positions; None for those that the model ignores.
 
         Raises:
             UnsupportedError: a tensor of which nobody knows what belongs to which position.
@@ -59,11 +59,11 @@ class PositionCut(NamedTuple):
             if mask is not None:
                 self._check_shape(name, mask)
                 done[name] = self.span.cut(mask, 0)
-                tokens = mask if mask.dim() == 2 else mask[..., 0]
-                is_here = torch.zeros_like(tokens)
-                is_here[:, self.span.start : self.span.end] = True
-                of_tokens = is_here[tokens]  # for each token of an image whether this rank has its position
-                done[features] = _map(partial(_rows, is_here=of_tokens), arguments.get(features))
+                is_image_token = mask if mask.dim() == 2 else mask[..., 0]
+                has_position = torch.zeros_like(is_image_token)
+                has_position[:, self.span.start : self.span.end] = True
+                is_here = has_position[is_image_token]  # in order, for each image token, whether this rank has it
+                done[features] = _map(partial(_rows, is_here=is_here), arguments.get(features))
         unknown = {name: x for name, x in arguments.items() if name not in (*done, *_OF_SHARD) and _shapes(x)}
         unread = unread_tensors(self.model, unknown)
         for name, x in unknown.items():
@@ -88,6 +88,7 @@ class PositionCut(NamedTuple):
         positions = positions.expand(*positions.shape[:-2], rows, length)
         added = torch.arange(1, self.span.padding + 1, device=positions.device, dtype=positions.dtype)
         positions = torch.cat([positions, positions[..., -1:] + added], -1)
+        # The model around the language model hands on a padding mask [b, S], or has made masks of layers.
         padding = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         made = None if padding is not None else mask
         if made is not None and recurrent_layers(self.model):
@@ -114,10 +115,10 @@ class PositionCut(NamedTuple):
         if added and mask.dim() == 2:
             mask = F.pad(mask, (0, added))
         elif added:
-            hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+            visible, hidden = (True, False) if mask.dtype == torch.bool else (0.0, torch.finfo(mask.dtype).min)
             mask = F.pad(mask, (0, added, 0, added), value=hidden)
             places = torch.arange(mask.shape[-1] - added, mask.shape[-1], device=mask.device)
-            mask[..., places, places] = mask.dtype == torch.bool
+            mask[..., places, places] = visible  # itself, as attention to nothing gives NaN
         return note_mask(mask)
 
 

@@ -96,7 +96,7 @@ def register_recurrence(
     with one process (``tritoncomm verify``). Models that were switched before need another ``switch``.
 
     Args:
-        function: the object that the layers call: a wrapper is another one.
+        function: the very object that the layers call, not a wrapper of it.
         roles: of the tensors among its arguments, by position or name, as for ``recurrent.by_heads``.
         result: dims of its result.
         boundaries: argument by which it keeps packed documents apart; without it each is a call of its own.
@@ -262,9 +262,12 @@ def wrong_layer(sharded_layers: Collection[nn.Module]) -> str | None:
         kind = type(layer)
         if "attention_mask" not in inspect.signature(kind.forward).parameters and id(layer) not in nested:
             return f"{kind.__name__} takes no attention_mask, by which it would get the documents of a batch"
-        convolves = any(isinstance(row_of(name, module, x), Convolution) for module, name, x in _calls(kind))
+        # Whether it calls a registered convolution, so that an ``nn.Conv1d`` in it has the weights alone.
+        calls_convolution = any(
+            isinstance(row_of(name, module, function), Convolution) for module, name, function in _calls(kind)
+        )
         for part in layer.modules():
-            is_served = functions_of(type(part)) or (convolves and isinstance(part, nn.Conv1d))
+            is_served = functions_of(type(part)) or (calls_convolution and isinstance(part, nn.Conv1d))
             if isinstance(part, nn.Conv1d | nn.Conv2d | nn.RNNBase) and not is_served:
                 return (
                     f"{type(part).__name__} in {kind.__name__} mixes positions, and would stop at the end of every "

@@ -160,13 +160,10 @@ def _mask_of_layers(original: Callable[..., Any]) -> Callable[..., Any]:
         # global might be another batch's by then.
         forward = forwards.innermost()
         model: Any = None if forward is None else forward.model()
-        if (
-            forward is not None
-            and forward.whole is None
-            and any(config is getattr(part, "config", None) for part in model.modules())
-        ):
-            return forward.notes.layer_mask
-        return original(config, *args, **kwargs)
+        if forward is None or forward.whole is not None:  # no model of ours, or one that has the whole batch
+            return original(config, *args, **kwargs)
+        is_of_model = any(config is getattr(part, "config", None) for part in model.modules())
+        return forward.notes.layer_mask if is_of_model else original(config, *args, **kwargs)
 
     return mask
 
@@ -190,8 +187,8 @@ def _over_shards(module: str, name: str, original: Callable[..., Any]) -> Callab
     Args:
         name: global name of ``original`` in ``module``.
     """
-    # Transformers' models hand all keywords down, as position_ids; boundaries of documents would be those of a shard.
-    # What other code passes has a role.
+    # Transformers' models hand all keywords down to these functions. Tensors that a function does not name are left
+    # out: boundaries of documents, for example, would be those of a shard. What other code passes has a role.
     is_of_transformers = module.startswith(MODELS)
     parameters = inspect.signature(original).parameters if is_of_transformers else {}
     boundaries = boundaries_of(original)
@@ -247,7 +244,7 @@ def enter_layer(
     """Open the scope of a layer's forward, and give it this rank's columns of the padding mask.
 
     Args:
-        functions: over the shards of the group, by the original, to which others are added.
+        functions: by the original function the one over the shards of the group; filled when a layer calls it.
     """
     names = parameters_of(type(layer))
     outer = _layer()
@@ -274,7 +271,7 @@ def enter_layer(
             f"{label}: a cache of states is not supported over shards; pass use_cache=False, and generate after "
             "switch(model, 'sdpa')"
         )
-    # Without padding None, as in one process: by a mask of ones a layer would multiply its input, a pass more.
+    # Without padding ``columns`` is None, as in one process: by a mask of ones a layer would multiply its input.
     index = names.index("attention_mask")
     if index < len(args):
         args = (*args[:index], notes.columns, *args[index + 1 :])

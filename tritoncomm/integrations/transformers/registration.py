@@ -42,8 +42,8 @@ class Registration:
                 f"{self.name}: shard_batch did not make these position_ids: this rank's samples would count as a part "
                 f"of one sequence of {self.group.size()} ranks. Move the batch to its device, then call "
                 "model(**shard_batch(batch, group)), in training and in evaluation; or train with UlyssesTrainerMixin. "
-                "Slices of its rows, x[a:b], count as its own; copies and rows by index do not. Before generate(), "
-                "switch(model, 'sdpa')"
+                "Slices of the rows of position_ids, x[a:b], are known; copies and rows by index are not. Before "
+                "generate(), switch(model, 'sdpa')"
             )
         if notes.group != self.group.group_name:
             raise ArgumentError(

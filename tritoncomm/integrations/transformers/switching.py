@@ -50,7 +50,8 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
         raise UnsupportedError(f"switch: {type(model).__name__}: {problem}")
     unknown = model_parts.unknown_part(model) if is_sharded else None
     has_attention = model_parts.has_attention(model) or not recurrent_layers.recurrent_layers(model)
-    if name not in registries()[0] and name != "eager" and (not has_attention or "/" not in name):  # a hub's
+    is_of_hub = has_attention and "/" in name  # a kernel of the Hugging Face Hub
+    if name not in registries()[0] and name != "eager" and not is_of_hub:
         raise ArgumentError(f"switch: transformers has no attention {name!r}, only {sorted(registries()[0])}")
     outer = model_parts.outermost(model.modules()) or model
     if forwards.is_running(outer) or forwards.is_running(model):
@@ -63,8 +64,9 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
             f"switch: {type(model).__name__} is, or has, a part of a model that was switched to {others[0].name!r}; "
             "give that one to switch() first"
         )
-    ended = Changes()
-    with Changes() as configs:  # which stay copied: somebody may have changed them since
+    # What is changed here is undone if this raises, and only then: configs stay copied, as somebody may change them
+    # later.
+    with Changes() as configs:
         _copy_configs(configs, model)
         if has_attention:
             _set_attention(model, name)
@@ -80,7 +82,8 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
             configs.add(added.undo)
             WholeBatches.attach(outer, added)
             ours.verdicts.update(dict.fromkeys(model.modules(), ref(added)))
-    # From the last to the first: what raises keeps none from running.
+    # The switch stands, and ends those before it. Undone are the last of these first; one that raises stops none.
+    ended = Changes()
     ended.add(lambda: remove_unused(model.modules()))
     ended.add(lambda: losses.forget(model.modules()))
     for owner in switches:  # also those of which an interrupt has left something
@@ -110,7 +113,7 @@ def _set_attention(model: Any, name: str) -> None:
     for module in model_parts.language_parts(model):  # transformers misses a layer with another config than the model
         config: Any = getattr(module, "config", None)
         if isinstance(config, config_class) and config._attn_implementation != name:
-            if config is not vars(module).get("config"):  # of a property or the class, which nobody has copied
+            if config is not vars(module).get("config"):  # of a property or the class: _copy_configs has made no copy
                 raise UnsupportedError(
                     f"switch: the config of {type(module).__name__} is no attribute of its own, so that it cannot have "
                     "a copy with another attention"

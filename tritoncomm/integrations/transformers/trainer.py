@@ -98,7 +98,8 @@ class UlyssesTrainerMixin(_Base):
     def __refuse_options(self) -> None:
         """Reject options of ``Trainer`` that would give other numbers over sequence shards than in one process."""
         args = self.args
-        parallel = getattr(self.accelerator, "parallelism_config", None)  # its variables set it without any argument
+        # accelerate makes it of environment variables, too, without any argument.
+        parallel = getattr(self.accelerator, "parallelism_config", None)
         options = {
             **self.__strategy.options(),
             "neftune_noise_alpha": args.neftune_noise_alpha is not None and self.sequence_group.size() > 1,
@@ -120,7 +121,7 @@ class UlyssesTrainerMixin(_Base):
             raise UnsupportedError(
                 f"{type(self).__name__}: {', '.join(refused)}: not supported over sequence shards{remedy}"
             )
-        # Said before callbacks run and policies are set: on CPUs accelerate leaves FSDP aside without a word.
+        # Raised early, before callbacks run and policies are set: on CPUs accelerate leaves FSDP aside without a word.
         if self.__wants_fsdp() and not self.is_fsdp_enabled:
             self.__check_weights()
         # TRL turns it on for every mixture of experts, whatever the model's config says.
@@ -218,8 +219,9 @@ class UlyssesTrainerMixin(_Base):
             raise UnsupportedError(
                 f"{type(self).__name__}: FSDP was asked for, and every rank has all weights: {remedy}"
             )
-        # Losses differed from run to run with 4 ranks of one H200 in groups of 2, not with CUDA_LAUNCH_BLOCKING=1, not
-        # in groups of all ranks, and with all weights trained in none of 12 runs. TODO: delete when the cause is found.
+        # Seen with 4 ranks of one H200 in groups of 2: losses differed from run to run. They did not with
+        # CUDA_LAUNCH_BLOCKING=1, nor in one group of all ranks, nor, in 12 runs, with all weights trained. TODO: delete
+        # when the cause is found.
         is_partial = 1 < self.sequence_group.size() < self.accelerator.num_processes
         if is_sharded and is_partial and weights[0].is_cuda and not all(weight.requires_grad for weight in weights):
             raise UnsupportedError(

@@ -8,16 +8,22 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from tritoncomm import variables
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.integrations.changes import Changes
 from tritoncomm.integrations.transformers import forwards, model_parts
-from tritoncomm.integrations.transformers.batch import IGNORED, ShardSpan, check_same, counted_labels, documents_of
+from tritoncomm.integrations.transformers.batch import (
+    IGNORED,
+    ShardSpan,
+    check_same,
+    counted_labels,
+    documents_of,
+    is_compared,
+)
 from tritoncomm.integrations.transformers.batch_notes import notes_of, write_whole
 from tritoncomm.integrations.transformers.hooks import Followers, Switch, Untraced, check_callers
 from tritoncomm.integrations.transformers.position_cut import PositionCut, unread_tensors
@@ -26,9 +32,6 @@ from tritoncomm.integrations.transformers.registration import registered
 from tritoncomm.integrations.transformers.sources import takes_keyword
 
 __all__ = ["WholeBatches"]
-
-# Groups whose ranks have compared their whole batches.
-_compared: "WeakKeyDictionary[ProcessGroup, tuple[int, int]]" = WeakKeyDictionary()
 
 
 class WholeBatches(Followers):
@@ -81,8 +84,9 @@ class WholeBatches(Followers):
         shape = int(tokens.shape[0]), int(tokens.shape[1])
         _check_same(label, arguments, group)
         check_callers(self.switch.name, model, arguments)
-        of_tokens = tokens if tokens.dim() == 2 else tokens[..., 0]  # for their rows and positions
-        batch = {**arguments, "input_ids": of_tokens}
+        # Embeddings stand for ids where there are none: of these only the shape [b, S] is read below.
+        ids = tokens if tokens.dim() == 2 else tokens[..., 0]
+        batch = {**arguments, "input_ids": ids}
         documents = documents_of(batch, label) if arguments.get("attention_mask") is None else None
         counted = counted_labels(batch, documents, label)
         if counted is not None and tuple(counted.labels.shape) != shape:
@@ -102,7 +106,8 @@ class WholeBatches(Followers):
 
     def _cut(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Give the language model this rank's positions."""
-        batch, group = forwards.whole_batch(), self._group(model)
+        batch, group = forwards.whole_batch(), self._group(model)  # None with one rank, and where nothing is sharded
+        # One rank: tensors that the model ignores are None, as over shards.
         if group is None and self.switch.name in registered and registered[self.switch.name].group.size() == 1:
             return args, {**kwargs, **dict.fromkeys(unread_tensors(model, kwargs))}
         if batch is None or group is None or batch.language_model() is not model:
@@ -155,10 +160,10 @@ def _check_same(label: str, arguments: Mapping[str, Any], group: ProcessGroup) -
 
     With positions of the caller, which may be of a shard that lost the notes of ``shard_batch``, tokens in every call.
     """
-    here, names = (group.size(), group.rank()), arguments.keys()
-    if not (variables.CHECK.value or variables.HASH.value) and _compared.get(group) == here:
+    names = arguments.keys()
+    if is_compared(group, "whole"):
         if arguments.get("position_ids") is None:
             return
         names = {"input_ids", "inputs_embeds", "position_ids"} & names
-    check_same({key: arguments[key] for key in sorted(names) if isinstance(arguments[key], Tensor)}, group, label)
-    _compared[group] = here
+    tensors = {key: arguments[key] for key in sorted(names) if isinstance(arguments[key], Tensor)}
+    check_same(tensors, group, label, "whole")

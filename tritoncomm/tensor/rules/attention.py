@@ -33,11 +33,12 @@ def _attention(
     if any(shape[:count] != shapes[0][:count] for shape in shapes[1:]) and not enable_gqa:
         return None  # batch dims are broadcast
     kv_heads = shapes[1][count - 1] if count else 1
+    grouped = count - 1 if enable_gqa else None  # the dim of heads, of which the query may have more than key and value
 
     def legal(label: Any, shards: int, sizes: dict[Any, int]) -> bool:
         if not chunk_sizes(sizes[label], shards)[-1]:
             return False  # torch records no graph for empty inputs, so this rank would skip collectives of backward
-        if not enable_gqa or label != count - 1:
+        if grouped is None or label != grouped:
             return True
         return sizes[label] % shards == 0 and kv_heads % shards == 0
 
@@ -60,6 +61,4 @@ def _attention(
             )
 
     replicated = frozenset({"s", "e", "v"} | ({"l"} if is_causal else set()))
-    # The heads, of which the query may have more than key and value.
-    grouped = count - 1 if enable_gqa else None
     return OperatorCall(operands, [(*batch, "l", "v")], run, replicated, legal=legal, grouped=grouped)

@@ -122,5 +122,6 @@ def _cross_entropy(
     # ``run`` reduces over the ranks itself: the classes always, the rows unless each keeps its loss.
     own = frozenset(labels) if reduction != "none" else frozenset({"c"})
     result = rows if reduction == "none" else ()
-    replicated = frozenset({"c"} if soft and wants_grad(target) else ())  # the rows of shards have no gradient for it
+    # ``cross_entropy_rows``, for sharded classes, has no gradient for soft targets.
+    replicated = frozenset({"c"} if soft and wants_grad(target) else ())
     return OperatorCall(operands, [result], run, replicated, own=own)

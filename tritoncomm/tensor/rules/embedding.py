@@ -49,7 +49,8 @@ def _embedding(
         return reduce_from(vectors.masked_fill(elsewhere, 0), sharding.group, in_place=True)
 
     # Labels of the weight: v rows of the vocabulary, h columns.
-    replicated = frozenset([*ids, "v"] if scale_grad_by_freq else [])  # masked ids would be counted
+    # The frequency of a row counts all ids; and ids of other ranks are looked up as row 0, which would be counted.
+    replicated = frozenset([*ids, "v"] if scale_grad_by_freq else [])
     operands = [Operand(input, ids), Operand(weight, ("v", "h"))]
     return by_weight(OperatorCall(operands, [(*ids, "h")], run, replicated, own=frozenset({"v"})), weight, index=1)
 
@@ -98,9 +99,11 @@ def _embedding_bag(
             sparse=False, per_sample_weights=weights, include_last_offset=include_last_offset, padding_idx=padding_idx,
         )  # fmt: skip
 
-    replicated = {"v", "l", "o"} | ({"b", "h"} if per_sample_weights is not None else set())
+    replicated = {"v", "l", "o"}
+    if per_sample_weights is not None:
+        replicated |= {"b", "h"}  # their gradient is a sum over the columns
     if scale_grad_by_freq:
-        replicated |= {"b"}
+        replicated |= {"b"}  # the frequency of a row counts the ids of all bags
     operands = [Operand(input, ids), Operand(weight, ("v", "h")), *extra]
     call = OperatorCall(operands, [("b" if two else "o", "h")], run, frozenset(replicated))
     return by_weight(call, weight, index=1)

@@ -200,9 +200,10 @@ def execute(call: OperatorCall) -> Any:
             early = [] if call.finish is not None else [local_operand(each, (), pg) for each in call.late]
             outputs, tree = tree_flatten(call.run(sharding, *shards, *early))
             outputs, parts = _reduce_outputs(outputs, call, sharding, pg)
-            gather = column = False
+            gather = is_column_parallel = False
         else:
-            gather, column = call.gather, not call.gather and _is_column_parallel(call, parts, pg)
+            gather = call.gather
+            is_column_parallel = not gather and _is_column_parallel(call, parts, pg)
             late = [local_operand(each, parts, pg) for each in call.late]
             if chosen is None:  # no sharding is legal, so the operands were gathered
                 pairs = zip(call.operands, shards, strict=True)
@@ -212,10 +213,11 @@ def execute(call: OperatorCall) -> Any:
             _wrap_result(x, labels, call, parts, pg, colo_operands, gather) if isinstance(x, Tensor) else x
             for x, labels in zip(outputs, call.results, strict=True)
         ]
-        for x in results if column else ():
-            x.compute_spec = ComputeSpec(ComputePattern.TP1D)
-            if not parts:
-                x.dist_spec = ShardSpec([-1], [1])
+        if is_column_parallel:
+            for x in results:  # for the layer behind, which is parallel by rows; over one rank the spec says so, too
+                x.compute_spec = ComputeSpec(ComputePattern.TP1D)
+                if not parts:
+                    x.dist_spec = ShardSpec([-1], [1])
     return tree_unflatten(results, tree)
 
 
@@ -272,6 +274,7 @@ def is_legal(call: OperatorCall, parts: Parts) -> bool:
         return False
     labelled = [each.labels for each in (*call.operands, *call.late)] + list(call.results)
     if len(labels) > 1:
+        # A label that ``run`` reduces by itself would be summed over the whole group, also along the other label.
         if any(label in call.own for label in labels):
             return False
         # A tensor has all sharded labels or none: one with only some of them would be a replica within a part of the
@@ -283,20 +286,23 @@ def is_legal(call: OperatorCall, parts: Parts) -> bool:
 
 def _bytes_moved(call: OperatorCall, parts: Parts, world: int) -> float:
     """Return the bytes sent per rank, forward and backward, in units of (world - 1) / world."""
-    # An operand with the label moves unless it is a shard already, a shard in backward too; a replica gathers its
-    # gradient. An operand without it is gathered if it is a shard, and its gradient reduce-scattered (1) or
-    # all-reduced (2). So are partial results, of 4 bytes an element.
+    # An all-reduce counts 2, other collectives 1. ``graded`` is 1 for an operand that wants a gradient, else 0.
     total, labels = 0.0, [label for label, _ in parts]
     for each in call.operands:
         x = each.tensor
         size, graded = math.prod(shape_of(each.tensor)) * x.element_size(), wants_grad(x)
         current = _partitions(each)
         if labels[0] in each.labels:
-            same = current == tuple((each.labels.index(label), count) for label, count in parts)
-            total += 0 if same else (size * graded if not current else size / world * (1 + graded))
-        else:
-            total += size * ((1 if current else 0) + graded * (1 if current else 2))
-    for result in call.results:
+            wanted = tuple((each.labels.index(label), count) for label, count in parts)
+            if not current:  # a replica is cut without a message, and its gradient gathered
+                total += size * graded
+            elif current != wanted:  # another shard is exchanged, forward and backward
+                total += size / world * (1 + graded)
+        elif current:  # a shard is gathered, and its gradient reduce-scattered
+            total += size * (1 + graded)
+        else:  # the gradient of a replica is all-reduced
+            total += size * 2 * graded
+    for result in call.results:  # partial ones are all-reduced, in 4 bytes an element
         if labels[0] not in result and labels[0] not in call.own:
             total += 2 * math.prod(call.sizes.get(label, 1) for label in result) * 4
     return total
@@ -312,7 +318,8 @@ def local_operand(each: Operand, parts: Parts, pg: ProcessGroup) -> Tensor:
     # Current and requested partitions, by dim.
     current, local = (x.partitions, plain(x)) if is_colo(x) else ((), x)
     target = tuple((each.labels.index(label), count) for label, count in parts if label in each.labels)
-    if target == current and (target or not parts):
+    is_replica_beside_shards = bool(parts) and not target
+    if target == current and not is_replica_beside_shards:
         return local
     # Gradients: a shard that is gathered gets its own reduce-scattered, a replica its own all-reduced. Each rank has
     # used the replica for another part of the result.
@@ -335,7 +342,10 @@ def replicated(x: Tensor, pg: ProcessGroup) -> Tensor:
 def _reduce_outputs(
     outputs: list[Any], call: OperatorCall, sharding: Sharding, pg: ProcessGroup
 ) -> tuple[list[Any], Parts]:
-    """Reduce partial results over the ranks, then apply ``finish``; return the results and their sharding."""
+    """Reduce partial results over the ranks, then apply ``finish``; return the results and their sharding.
+
+    ``after`` is for whole sums, so it follows an all-reduce; ``late`` are operands that only ``finish`` reads.
+    """
     group, parts = pg.tp_process_group(), ()
     if call.scatter is None:
         outputs = [reduce_from(x, group, in_place=True) for x in outputs]

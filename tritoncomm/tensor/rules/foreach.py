@@ -31,31 +31,37 @@ def on_lists(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: d
     if name.startswith("_foreach_") and base not in ELEMENTWISE:
         raise UnsupportedError(f"{name} has no rule for ColoTensors")
     lists = [each for each in (*args, *kwargs.values()) if isinstance(each, list | tuple)]
-    likes: list[Any] = [None] * max(map(len, lists), default=0)
+    first_at: list[Any] = [None] * max(map(len, lists), default=0)  # the first ColoTensor at every index, as layout
     for each in lists:
         for index, x in enumerate(each):
             if not is_colo(x):
                 continue
-            like = likes[index] = x if likes[index] is None else likes[index]
-            if x.partitions != like.partitions or x.global_shape != like.global_shape:
-                raise UnsupportedError(f"{name}: {x.dist_spec} beside {like.dist_spec} at index {index} of the lists")
+            if first_at[index] is None:
+                first_at[index] = x
+            first = first_at[index]
+            if x.partitions != first.partitions or x.global_shape != first.global_shape:
+                raise UnsupportedError(f"{name}: {x.dist_spec} beside {first.dist_spec} at index {index} of the lists")
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
     if not isinstance(result, list | tuple):
         return result
-    return type(result)(
-        x if is_colo(x) or like is None or not isinstance(x, Tensor)
-        else like._wrap(x, like.process_group, like.dist_spec, like.global_shape)
-        for x, like in zip(result, likes, strict=True)
-    )  # fmt: skip
+
+    def wrapped(x: Any, first: Any) -> Any:
+        """Return a result as a ColoTensor of the layout at its index."""
+        if is_colo(x) or first is None or not isinstance(x, Tensor):
+            return x
+        return first._wrap(x, first.process_group, first.dist_spec, first.global_shape)
+
+    return type(result)(map(wrapped, result, first_at))
 
 
 def _norms(self: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
     """Return the norm of every tensor, for shards the global norm; shards share an all-gather per process group."""
-    # The norm of the vector of local norms is not the global norm for orders up to 0. These, and norms that need a
-    # gradient, take the rule of one tensor.
+    # The norm of the vector of local norms is not the global norm for orders up to 0. These, norms that need a
+    # gradient, and those of integers or of no elements take the rule of one tensor.
     shards = [x for x in self if is_colo(x) and x.partitions]
-    if ord <= 0 or any(map(wants_grad, self)) or not all(x.is_floating_point() and x.numel_global() for x in shards):
+    has_numbers = all(x.is_floating_point() and x.numel_global() for x in shards)
+    if ord <= 0 or any(map(wants_grad, self)) or not has_numbers:
         return tuple(torch.linalg.vector_norm(x, ord, dtype=dtype) for x in self)
     norms = {id(x): torch.linalg.vector_norm(x, ord, dtype=dtype) for x in self if not (is_colo(x) and x.partitions)}
     for pg, indices in shards_by_group(shards):

@@ -115,6 +115,7 @@ def _gradients(
     outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, materialize_grads: bool = False, **kwargs: Any
 ) -> tuple[Any, ...]:
     """Return gradients of ColoTensors as ColoTensors; batched gradients (``is_grads_batched``) stay plain."""
+    # ``materialize_grads`` is not passed on: the zeros are made below, in the layout of each input.
     if materialize_grads and kwargs.get("allow_unused") is None:
         kwargs["allow_unused"] = True
     gradients = torch.autograd.grad(_local(outputs), _edges(inputs), _local(grad_outputs), *args, **kwargs)

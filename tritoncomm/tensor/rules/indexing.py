@@ -32,11 +32,12 @@ def _labels_except(x: Tensor, dim: int) -> tuple[Any, ...]:
 
 
 def _along(input: Tensor, dim: int, local: Any, results: int | None = 1, drops: bool = False) -> OperatorCall | None:
-    """Describe ``local(x, dim)`` along a dim that must not be sharded.
+    """Describe an operator ``local(x, dim)`` that works along one dim, so that this dim must not be sharded.
 
     Args:
-        results: their number; None if ``local`` decides, which is then run on a meta tensor of the dim.
-        drops: whether the results do not have the dim.
+        results: number of results. None if it depends on the size of the dim: then ``local`` is run on a tensor without
+            data, and its results are counted.
+        drops: whether the results lack the dim.
     """
     if not shape_of(input):
         return None
@@ -44,8 +45,9 @@ def _along(input: Tensor, dim: int, local: Any, results: int | None = 1, drops: 
     labels = _labels_except(input, dim)
     if results is None:
         results = len(local(torch.empty(shape_of(input)[dim], device="meta"), 0))
-    left = tuple(d for d in labels if d is not None) if drops else labels
-    return OperatorCall([Operand(input, labels)], [left] * results, lambda _, x: local(x, dim))
+    # The label of the dim is None, which means that it is never sharded.
+    result_labels = tuple(label for label in labels if label is not None) if drops else labels
+    return OperatorCall([Operand(input, labels)], [result_labels] * results, lambda _, x: local(x, dim))
 
 
 @rule(torch.cat, torch.concat, torch.concatenate, named="cat", accepts=_OTHER)
@@ -152,10 +154,11 @@ def set_item(target: Any, index: Any, value: Any) -> None:
     entries, labels, result = parsed
     parts = tuple((labels[dim], count) for dim, count in target.partitions)
     operands = []
-    if isinstance(value, Tensor) and parts:  # shards of a value that does not fit may fit, or be broadcast
+    if isinstance(value, Tensor) and parts:
+        # By the global shapes, as shards of a value that does not fit could fit, or be broadcast.
         value = without_leading_ones(value, len(result))
-        sizes = torch.empty(target.global_shape, device="meta")[tuple(entries)].shape
-        operands = [Operand(value, broadcast_labels(shape_of(value), sizes, result))]
+        selected_shape = torch.empty(target.global_shape, device="meta")[tuple(entries)].shape
+        operands = [Operand(value, broadcast_labels(shape_of(value), selected_shape, result))]
     elif isinstance(value, Tensor):
         operands = [Operand(value, (None,) * len(shape_of(value)))]
     # Only the operands and their labels count here; the function is never run.

@@ -53,10 +53,15 @@ def elementwise(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs
         return func(*args, **kwargs)
 
     operands, shape = broadcast_operands(tensors)
-    target = kwargs.get("out", args[0] if writes(name) and args else None)
-    if target is not None or writes(name):
-        return _into(next((i for i, x in enumerate(tensors) if x is target), -1), operands, run, name)
-    return execute(OperatorCall(operands, [tuple(range(-len(shape), 0))], run))
+    is_in_place = writes(name)
+    written = kwargs.get("out")
+    if written is None and is_in_place and args:
+        written = args[0]
+    if written is not None or is_in_place:
+        position = next((i for i, x in enumerate(tensors) if x is written), -1)  # -1: not among the operands
+        return _into(position, operands, run, name)
+    result_labels = tuple(range(-len(shape), 0))  # labels count dims from the last, as broadcasting does
+    return execute(OperatorCall(operands, [result_labels], run))
 
 
 def _refuse_resizing(name: str, out: Any, tensors: list[Any]) -> None:
@@ -135,26 +140,29 @@ def _into(position: int, operands: list[Operand], run: Callable[..., Any], name:
 
     ``position`` is the place of that tensor among the operands; -1 if it is none of them, which is rejected.
     """
-    target: Any = operands[position].tensor if position >= 0 else None
-    like = operands[position] if position >= 0 else None
-    # Optimizers write into plain local shards: they have the layout of the first sharded operand.
-    if like is not None and like.is_local and not any(wants_grad(each.tensor) for each in operands):
-        like = next(each for each in operands if is_colo(each.tensor) and each.tensor.partitions)
-    if like is None or not is_colo(like.tensor):
+    written: Any = operands[position].tensor if position >= 0 else None
+    # The operand whose layout all get: the one that is written. Optimizers write into plain local shards, which have
+    # the layout of the first sharded operand.
+    model = operands[position] if position >= 0 else None
+    if model is not None and model.is_local and not any(wants_grad(each.tensor) for each in operands):
+        model = next(each for each in operands if is_colo(each.tensor) and each.tensor.partitions)
+    if model is None or not is_colo(model.tensor):
         raise UnsupportedError(f"{name} writes into a plain tensor from a ColoTensor; make it a ColoTensor first")
-    of: Any = like.tensor
-    parts = tuple((like.labels[dim], count) for dim, count in of.partitions)
+    layout: Any = model.tensor
+    parts = tuple((model.labels[dim], count) for dim, count in layout.partitions)
     if writes(name):
-        operands = [each if each.tensor is target else _broadcast_ones(each, parts) for each in operands]
+        operands = [each if each.tensor is written else _broadcast_ones(each, parts) for each in operands]
     if not is_legal(OperatorCall(operands, [], run), parts):
-        others = [list(shape_of(each.tensor)) for each in operands]
-        raise UnsupportedError(f"{name}: {others} cannot be sharded like {list(of.global_shape)}, {of.dist_spec}")
+        shapes = [list(shape_of(each.tensor)) for each in operands]
+        raise UnsupportedError(
+            f"{name}: {shapes} cannot be sharded like {list(layout.global_shape)}, {layout.dist_spec}"
+        )
     with torch._C.DisableTorchFunctionSubclass():
         shards = [
-            target if each.tensor is target else local_operand(each, parts, of.process_group) for each in operands
+            written if each.tensor is written else local_operand(each, parts, layout.process_group) for each in operands
         ]
         run(None, *shards)
-    return target
+    return written
 
 
 def _broadcast_ones(each: Operand, parts: Parts) -> Operand:

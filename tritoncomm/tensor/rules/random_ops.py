@@ -81,7 +81,8 @@ def agreed_seed(pg: ProcessGroup, like: Tensor) -> int:
     group, ranks = pg.tp_process_group(), pg.tp_rank_list()
     _calls[group] = count = _calls.get(group, 0) + 1
     compare_arguments("agreed_seed", group, seed=seed)
-    if count & (count - 1) == 0:  # a power of two
+    # Compared by a message in calls 1, 2, 4, 8 and so on; in check mode all are, above.
+    if count & (count - 1) == 0:
         mine = torch.tensor([seed], device=like.device)
         seeds = eager.all_gather(mine, 0, group, "agreed_seed").tolist()
         if len(set(seeds)) > 1:
@@ -177,6 +178,7 @@ def _channels(input: Tensor, p: float = 0.5, training: bool = True, inplace: boo
 
     def run(sharding: Sharding, x: Tensor) -> Tensor:
         with seeded_shard(seed, sharding, x.device):
+            # Of any number of dims: with those of a channel flattened, ``dropout1d`` draws once for each channel.
             return F.dropout1d(x.flatten(2), p, training=True).view(x.shape)
 
-    return OperatorCall([Operand(input, labels)], [labels], run, frozenset(range(2, count)))
+    return OperatorCall([Operand(input, labels)], [labels], run, replicated=frozenset(range(2, count)))

@@ -71,7 +71,10 @@ def _reduce(
     input: Tensor, dims: Sequence[int], keepdim: bool, local: Callable[[Tensor], Any],
     across: Callable[[Sharding, Tensor], Any] | None = None, results: int = 1,
 ) -> OperatorCall:  # fmt: skip
-    """Describe a reduction by ``local``; if a reduced dim is sharded by ``across``, or by an all-reduce without it."""
+    """Describe a reduction by ``local``.
+
+    Of a reduced dim that is sharded ``across`` runs instead; without one ``local`` and an all-reduce.
+    """
     labels = tuple(range(len(shape_of(input))))
     # A kept dim has size 1 and no label.
     left = tuple(None if d in dims else d for d in labels if keepdim or d not in dims)
@@ -191,9 +194,9 @@ def _norm(
         return None
     power, dims = float(power), _dims_of(dim, input)
     if power <= 0 and not math.isinf(power):
-        return None  # torch refuses that of an empty shard
+        return None  # torch would raise on the ranks whose shard is empty
     if math.isinf(power) and not all(shape_of(input)[d] for d in dims):
-        return None  # and this one on all ranks
+        return None  # of no elements, for which torch raises: on replicas it does so on every rank
 
     def across(sharding: Sharding, x: Tensor) -> Tensor:
         compare_arguments("norm", sharding.group, order=power)

@@ -54,9 +54,10 @@ def rule(
         names = dict.fromkeys(each if isinstance(each, str) else each.__name__ for each in functions)
         module = describe.__module__.rpartition(".")[2]
         ROWS.append(Row(named or ", ".join(names), accepts, result, collectives, module))
-        for function in (function for each in functions for function in _called(each)):
-            assert function not in RULES, function
-            RULES[function] = describe
+        for each in functions:
+            for function in _called(each):  # a name stands for several
+                assert function not in RULES, function
+                RULES[function] = describe
         return describe
 
     return add

@@ -95,8 +95,11 @@ def _viewed(input: Tensor, target: Sequence[int] | None, copies: bool = False) -
     if math.prod(sizes) != math.prod(shape):
         raise ShapeError(f"view: {list(shape)} has another number of elements than {list(target)}")
     labels = tuple(range(len(shape)))
+    # A dim goes on as the dim of the target that has as many elements before it, if there is one.
     old_starts, new_starts = _dims_by_size_before(shape), _dims_by_size_before(sizes)
-    new_dims = {dim: new_starts[key] for key, dim in old_starts.items() if key in new_starts and math.prod(shape)}
+    new_dims = {}
+    if math.prod(shape):
+        new_dims = {dim: new_starts[before] for before, dim in old_starts.items() if before in new_starts}
     old_dims = {new: old for old, new in new_dims.items()}
 
     def legal(label: Any, count: int, _: Any) -> bool:
@@ -134,7 +137,7 @@ def _hides_copy(
     """
     # Other ranks, and torch on the global tensor, copy in this case, so later writes must not be visible here either.
     # The trial: a tensor without memory in which each such dim has size 2 is viewed, and torch raises where that needs
-    # a copy. A dim that encloses a doubled one in memory, as its stride is not smaller, gets twice its stride.
+    # a copy. Dims outside of a doubled one in memory, those whose stride is not smaller, then step twice as far.
     sizes, strides, new_sizes = list(shape), list(stride), list(target)
     for dim, new in single:
         inner = strides[dim]

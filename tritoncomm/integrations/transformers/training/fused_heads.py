@@ -50,9 +50,10 @@ def gathered_head(model: nn.Module, label: str, is_fused: bool = True) -> Iterat
         return
 
     def gather(*_: Any) -> None:
-        """Gather the weight behind the decoder, unless it is: in the root unit, or in one that has run."""
+        """Gather the head's weight once the decoder has run."""
         head = outer.get_output_embeddings()
-        if not isinstance(head.weight, DTensor) or not torch.is_grad_enabled():
+        is_gathered = not isinstance(head.weight, DTensor)  # by the root unit, or by one that has run
+        if is_gathered or not torch.is_grad_enabled():
             return
         if not isinstance(head, FSDPModule) or not any(isinstance(part, FSDPModule) for part in (model, outer)):
             raise UnsupportedError(
@@ -122,7 +123,7 @@ class WholeOutputs(Followers):
         shard = shard_batch(batch, group)
         self._call = _FusedCall(label, group, batch["input_ids"].shape[1], shard.pop("num_items_in_batch"))
         options = {name: x for name, x in kwargs.items() if name not in batch}
-        return args, {**options, **shard, "labels": None}
+        return args, {**options, **shard, "labels": None}  # the fused head would shift labels itself
 
     def _gather(self, model: Any, _: Any, out: Any) -> Any:
         """Put what the ranks return side by side."""
@@ -155,9 +156,9 @@ class _FusedCall(NamedTuple):
 
 
 def _of_all_positions(fields: Mapping[str, Tensor], call: _FusedCall) -> dict[str, Tensor]:
-    """Gather numbers of tokens ``[b, s]`` as ``[b, S-1]``: one message for those of a dtype with, or without, a graph.
+    """Gather numbers of tokens ``[b, s]`` as ``[b, S-1]``, in one message for each pair of dtype and ``requires_grad``.
 
-    Backward: the part of this rank, times the ranks.
+    Backward: this rank's part of the gradient, times the ranks: data parallelism takes the mean over ranks.
     """
     messages: dict[Any, list[str]] = {}
     for name, x in fields.items():

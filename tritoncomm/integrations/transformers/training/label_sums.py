@@ -80,15 +80,18 @@ class LabelSums(Strategy):
         if "labels" not in shard:
             raise ArgumentError(f"{self._label}: a batch needs labels, only {', '.join(inputs)} are there")
         if num_items is None:  # a mean of this batch: as `Trainer` counts them if every group has as many labels
+            # With the average over devices it counts the labels of all groups, and multiplies the loss by the ranks.
+            # Else it counts those of one rank; the mean over ranks then divides by ``size`` what is a sum over the
+            # group.
             ranks, size = self._trainer.accelerator.num_processes, self._group.size()
-            lanes = ranks // size if self._trainer.args.average_tokens_across_devices else 1 / size
-            num_items = shard["num_items_in_batch"] * lanes
+            scale = ranks // size if self._trainer.args.average_tokens_across_devices else 1 / size
+            num_items = shard["num_items_in_batch"] * scale
         # The model attends to all positions, and needs the mask of all. Others see the mask of the inputs' positions.
         mask = shard.pop("attention_mask", None)
         if inputs.get("attention_mask") is not None:
             shard["attention_mask"] = self._shard_of(mask)
         for_model = {} if mask is None else {"attention_mask": mask}
-        if takes_whole:  # it shards the text itself
+        if takes_whole:  # the model gets the whole batch in place of the shard, which it makes itself
             whole = {**text_of(inputs), "shift_labels": next_labels(inputs)}
             for_model = {**dict.fromkeys(shard.keys() - {"num_items_in_batch"}), **whole}
             shard = {**inputs, **shard}

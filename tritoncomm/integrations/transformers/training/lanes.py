@@ -56,4 +56,5 @@ class Lanes:
                 use_stateful_dataloader=accelerator.use_stateful_dataloader,
             )
             data_loader._is_accelerate_prepared = True  # pyright: ignore[reportAttributeAccessIssue]
-        return self._prepare_as_accelerate(data_loader, device_placement, slice_fn_for_dispatch)  # notes it
+        # Which adds it to the accelerator's data loaders, and prepares none that is prepared.
+        return self._prepare_as_accelerate(data_loader, device_placement, slice_fn_for_dispatch)
