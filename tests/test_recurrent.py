@@ -408,6 +408,25 @@ def test_what_is_refused(group: ProcessGroup) -> None:
             call(x, x, x, documents=wrong)
     with pytest.raises(ShapeError, match="this rank holds 4 positions"):
         call(x, x, x, sizes=[5, 3] if group.rank() == 0 else [4, 5])
+    for options, words in (
+        ({"boundaries": "cu_seqlen"}, "boundaries='cu_seqlen'"),
+        ({"roles": {"x": (1, 2)}}, "the role of 'x' must be"),
+        ({"roles": {"x": Exchanged}}, "the role of 'x' must be"),
+        ({"roles": [Exchanged()]}, "roles must be a mapping"),
+        ({"result": (1, 2)}, "result must be"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            by_heads(lambda x: x, group, **options)
+    four = torch.ones(1, 2, group.size(), 2)
+    with pytest.raises(ArgumentError, match="'y' has tensors inside"):
+        by_heads(lambda x, y: x, group)(four, [four])
+    with pytest.raises(UnsupportedError, match="has tensors inside"):
+        conv_halo(lambda x, w, y: x, group)(torch.ones(1, 2, 2), torch.ones(2, 1, 2), {"state": torch.ones(1, 2)})
+    packed = by_heads(
+        lambda x, cu_seqlens=None: x, group, {"x": Exchanged(), "cu_seqlens": None}, boundaries="cu_seqlens"
+    )
+    with pytest.raises(ArgumentError, match="pass documents alone"):
+        packed(four, cu_seqlens=torch.tensor([0, 2]), documents=[0, 1])
     with pytest.raises(ArgumentError, match="no argument is a tensor"):
         call(1, 2, 3)
     with pytest.raises(ShapeError, match=r"is not \[b, channels, s\]"):

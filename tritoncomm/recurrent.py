@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
 
 from tritoncomm.core.call import compare_arguments
 from tritoncomm.core.documents import group_documents
@@ -110,6 +111,16 @@ def by_heads(
     """
     name = "by_heads"
     ranks = resolve_sequence(group, name)
+    if boundaries not in (None, "cu_seqlens", "seq_idx"):
+        raise ArgumentError(f"{name}: boundaries={boundaries!r}; they are 'cu_seqlens', 'seq_idx' or None")
+    if roles is not None and not isinstance(roles, Mapping):
+        raise ArgumentError(f"{name}: roles must be a mapping from positions or names, not {type(roles).__name__}")
+    for argument, role in (roles or {}).items():
+        if not isinstance(role, Exchanged | Gathered | Sliced | None):
+            kinds = "Exchanged(), Gathered(), Sliced() or None"
+            raise ArgumentError(f"{name}: the role of {argument!r} must be {kinds}, not {role!r:.80}")
+    if not isinstance(result, Exchanged):
+        raise ArgumentError(f"{name}: result must be Exchanged(), not {result!r:.80}")
     if boundaries == "cu_seqlens" and any(
         role.positions != 1 for role in (result, *(roles or {}).values()) if isinstance(role, Exchanged | Gathered)
     ):
@@ -175,6 +186,8 @@ class _ByHeads:
         exchanged = {key: role for key, role in roles.items() if isinstance(role, Exchanged)}
         if not exchanged:
             raise ArgumentError(f"{name}: no argument is a tensor with positions and heads")
+        if documents is not None and self.boundaries is not None and arguments.get(self.boundaries) is not None:
+            raise ArgumentError(f"{name}: {self.boundaries} and documents both tell of documents; pass documents alone")
         x, role = next((arguments[key], role) for key, role in exchanged.items())
         batch_size = x.shape[_batch_dim(role)]
         positions = _sizes(sizes, x.shape[role.positions], x, self.group, name)
@@ -303,6 +316,11 @@ def _split_columns(heads: Ints, columns: Ints, positions: Ints, world: int) -> H
     )
 
 
+def _has_tensors(values: Any) -> bool:
+    """Whether a container has tensors inside; those of no dims are numbers."""
+    return any(isinstance(x, Tensor) and x.dim() for x in tree_leaves(values))
+
+
 def _roles_of(
     arguments: Mapping[int | str, Any],
     roles: Mapping[int | str, Role] | None,
@@ -316,6 +334,10 @@ def _roles_of(
     """
     parts: dict[int | str, Role] = {}
     for key, x in arguments.items():
+        if isinstance(x, list | tuple | dict) and _has_tensors(x):
+            raise ArgumentError(
+                f"{name}: {labels[key]!r} has tensors inside, which would be those of a shard; pass each by itself"
+            )
         if not isinstance(x, Tensor) or x.dim() == 0:
             continue
         word = labels[key]
@@ -584,6 +606,8 @@ class _ConvHalo:
                     f"{name}: the argument {key}, {value.dtype} {list(value.shape)}, is no bias: states and boundaries "
                     "of documents would be those of a shard; pass documents"
                 )
+            if isinstance(value, list | tuple | dict) and _has_tensors(value):
+                raise UnsupportedError(f"{name}: {key} has tensors inside, which would be those of a shard")
         compare_arguments(name, group, documents=rows, taps=width + 1, others=extras)
         plan = (plan_halo.__wrapped__ if is_compiling() else plan_halo)(positions, width, group.rank())
         halo = _halo(x, width, plan, dim, group, name) if width else x.narrow(dim, 0, 0)

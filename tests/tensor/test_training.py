@@ -39,6 +39,7 @@ from tritoncomm.tensor import (
     ShardSpec,
     alpha_beta,
     check_replicas,
+    colo_tensor,
     optimizers,
     shard_parameters,
     sharded_optimizer_state,
@@ -49,6 +50,7 @@ from tritoncomm.tensor.path_search import shortest_path
 from tritoncomm.tensor.rules import random_ops
 from tritoncomm.tensor.rules.table import RULES
 from tritoncomm.tensor.sharding_spec import ShardingSpec
+from tritoncomm.tensor.training import clip_grad_norm_
 
 WIDTH, CLASSES = 8, 10
 
@@ -199,6 +201,44 @@ def test_optimizers_that_need_whole_parameters_are_refused(group: TorchGroup) ->
     Normalised([parameter(shard)], lr=0.1).step()
 
 
+@pytest.mark.ranks(2)
+def test_layouts_of_parameters_that_are_refused(group: TorchGroup) -> None:
+    pg, rows, columns = ranks_of(group), ShardSpec([0], [group.size()]), ShardSpec([1], [group.size()])
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.second.weight = self.first.weight
+
+    model = Tied()
+    for layouts, words in (
+        ({"first.weight": rows, "second.weight": columns}, "tied"),
+        ({"first.weight": "x"}, "needs a dist spec"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            shard_parameters(model, layouts, pg)
+        assert not any(isinstance(each, ColoParameter) for each in model.parameters())
+    shard_parameters(model, {"second.weight": rows}, pg)  # the second name of the tied parameter
+    assert model.first.weight is model.second.weight
+    assert model.first.weight.partitions == ((0, group.size()),)
+    with pytest.raises(ArgumentError, match="already"):
+        shard_parameters(model, {"first.weight": columns}, pg)
+
+
+@pytest.mark.ranks(2)
+def test_norms_of_complex_gradients(group: TorchGroup) -> None:
+    pg, full = ranks_of(group), torch.complex(torch.arange(8.0).view(4, 2), torch.ones(4, 2))
+    plain_one = nn.Parameter(full.clone())
+    plain_one.grad = full.clone()
+    expected = torch.nn.utils.clip_grad_norm_([plain_one], 1.0)
+    x = sharded(full, ShardSpec([0], [2]), pg).requires_grad_()
+    x.grad = sharded(full, ShardSpec([0], [2]), pg)
+    torch.testing.assert_close(clip_grad_norm_([x], 1.0), expected)
+    with pytest.raises(ArgumentError, match="norm_type 0"):
+        clip_grad_norm_([x], 1.0, norm_type=0)
+
+
 def test_every_optimizer_of_torch_is_judged() -> None:
     every = {kind for kind in vars(torch.optim).values() if inspect.isclass(kind) and kind.__name__ != "Optimizer"}
     unknown = {kind.__name__ for kind in every if optimizers._why_not_by_element(kind) == ""}
@@ -209,14 +249,14 @@ def test_every_optimizer_of_torch_is_judged() -> None:
 def test_optimizers_are_watched_once_there_are_colo_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     hooks: OrderedDict[int, Any] = OrderedDict()
     monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_global_optimizer_pre_hooks", hooks)
-    optimizers.watch.cache_clear()
+    colo_tensor._watch_uses.cache_clear()
     before = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     before.step()
     assert not hooks
     for _ in range(2):
         ColoTensor(torch.ones(2), None)
     assert list(hooks.values()) == [optimizers._before_step]
-    optimizers.watch.cache_clear()
+    colo_tensor._watch_uses.cache_clear()
     hooks.clear()
     copy.deepcopy(ColoTensor._rebuild(torch.ones(2), False, (ProcessGroup(), ReplicaSpec(), None, (2,), True)))
     assert list(hooks.values()) == [optimizers._before_step]

@@ -11,9 +11,9 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
 
 from tritoncomm import record
-from tritoncomm.errors import GroupError
+from tritoncomm.errors import GroupError, UnsupportedError
 
-__all__ = ["called", "direct", "outside_graphs", "wants_grad", "without_graph"]
+__all__ = ["called", "direct", "once_differentiable", "outside_graphs", "wants_grad", "without_graph"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,6 +36,38 @@ def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
         return function(*args, **kwargs)
 
     return call
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a backward without a derivative of its own: whoever differentiates its gradients gets an error.
+
+    torch's decorator of this name only does so if the incoming gradients require grad. Those of a mean do not: there a
+    second derivative would lack the part of this function, without an error.
+    """
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        with torch.no_grad():
+            outputs = backward(ctx, *grads)
+        if not torch.is_grad_enabled():  # without create_graph
+            return outputs
+        name = type(ctx).__name__.removesuffix("Backward")
+        return _NoSecondDerivative.apply(name, torch.empty(0, requires_grad=True), *outputs)
+
+    return run
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Forward: the gradients of a backward. Backward: an error."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, anchor: Tensor, *grads: Tensor | None) -> Any:
+        ctx.name = name
+        return tuple([None if grad is None else grad.view_as(grad) for grad in grads])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise UnsupportedError(f"{ctx.name}: its gradient has no derivative; leave it out of second derivatives")
 
 
 @outside_graphs  # torch.compile traces the frame of a forward behind a graph break

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils._foreach_utils import _foreach_supported_types
 
 from tritoncomm.errors import ShapeError
 from tritoncomm.reshard import reshard
-from tritoncomm.tensor import dispatch, layout, optimizers
+from tritoncomm.tensor import dispatch, layout, optimizers, transforms
 from tritoncomm.tensor.compute_spec import ComputePattern, ComputeSpec
 from tritoncomm.tensor.const import TensorType
 from tritoncomm.tensor.dist_spec_mgr import DistSpecManager
@@ -85,7 +86,7 @@ class ColoTensor(layout.LocalShard):
         self, pg: ProcessGroup, dist_spec: _DistSpec, compute: ComputeSpec | None, shape: Sequence[int] | None
     ) -> "ColoTensor":
         """Set the attributes; the data already has this layout."""
-        optimizers.watch()  # from the first ColoTensor on, steps of optimizers are checked
+        _watch_uses()
         local = tuple(layout.plain(self).shape)
         parts = partitions(dist_spec, len(local))
         if shape is None:
@@ -135,7 +136,7 @@ class ColoTensor(layout.LocalShard):
         # Imported here because torch.distributed.tensor takes longer to import than this package.
         from tritoncomm.tensor.dtensor import spec_of
 
-        optimizers.watch()
+        _watch_uses()
         spec = spec_of(tensor)
         return ColoTensor._wrap(tensor.to_local(), spec.pg, spec.dist_attr, tuple(tensor.shape))
 
@@ -325,7 +326,7 @@ class ColoTensor(layout.LocalShard):
     @classmethod
     def _rebuild(cls, data: Tensor, requires_grad: bool, state: tuple[Any, ...]) -> "ColoTensor":
         """Make a tensor of this class from its local data and ``_state()``, which has to match: nothing is checked."""
-        optimizers.watch()
+        _watch_uses()
         pg, dist_spec, compute_spec, shape, initialized = state
         tensor: ColoTensor = torch.Tensor._make_subclass(cls, data, requires_grad)
         tensor.has_initialized = initialized
@@ -404,6 +405,13 @@ class ColoTensor(layout.LocalShard):
         if run is _unknown:
             run = _runners[cls, types] = cls._runner(types)
         return NotImplemented if run is None else run(func, args, kwargs or {})
+
+
+@cache
+def _watch_uses() -> None:
+    """Check, from the first ColoTensor on, what takes a shard for a full tensor without asking its class."""
+    optimizers.watch()
+    transforms.watch()
 
 
 ColoTensorSpec._wrap = staticmethod(ColoTensor._wrap)

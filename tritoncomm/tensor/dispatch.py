@@ -185,6 +185,8 @@ def _on_replicas(func: Callable[..., Any], name: str, args: Sequence[Any], kwarg
     sharded = [x for x in tensors if x.partitions]
     if sharded and (writes(name) or any(x is y for x in colo_tensors(kwargs.get("out")) for y in sharded)):
         raise UnsupportedError(f"{name} has no rule for writing into a shard; redistribute it first")
+    if sharded and name == "_make_dual":
+        raise UnsupportedError("torch.func: forward-mode AD has no rule for shards; use reverse mode")
     if sharded and name not in _warned:
         _warned.add(name)
         warnings.warn(

@@ -6,7 +6,7 @@ or computes with its local memory (``.data``, state by ``numel()``), would take 
 
 import inspect
 import warnings
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ _WRAPPERS = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # the wrapped 
 _warned: set[type[Optimizer]] = set()
 
 
-@cache
 def watch() -> None:
     """Register the check as a global step hook; called when the first ColoTensor is made."""
     # For an optimizer known to be element-wise the hook is one lookup, whatever its number of parameters.

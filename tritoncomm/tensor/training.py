@@ -37,13 +37,15 @@ def shard_parameters(
 
     Args:
         module: changed in place.
-        layouts: by ``fnmatch`` pattern: ``{"*.up.weight": ShardSpec([0], [tp])}``. The first match applies.
+        layouts: by ``fnmatch`` pattern: ``{"*.up.weight": ShardSpec([0], [tp])}``. The first match applies. A tied
+            parameter has several names, each of which may match.
         pg: the process group; ``ProcessGroup()`` by default.
         gather_output: whether column-parallel operators gather their output.
         output_shard: dim along which row-parallel operators shard theirs (sequence parallelism); None gives a replica.
 
     Raises:
-        ArgumentError: a pattern matches no parameter; nothing has been changed then.
+        ArgumentError: a pattern matches no parameter, or has no dist spec; names of a tied parameter match different
+            specs; or a parameter is a ColoParameter already. Nothing has been changed then.
         GroupError: torch.distributed is not initialized; nothing has been changed then.
 
     Example:
@@ -56,13 +58,13 @@ def shard_parameters(
     unused = [pattern for pattern in layouts if not any(fnmatchcase(name, pattern) for name in names)]
     if unused:
         raise ArgumentError(f"shard_parameters: {', '.join(unused)} matches none of {', '.join(names)}")
+    specs = _specs_of(module, layouts)
     parameters: dict[int, ColoParameter] = {}
-    for prefix, owner in module.named_modules():
+    for owner in module.modules():
         for key, parameter in list(owner._parameters.items()):
             if parameter is None:
                 continue
-            name = f"{prefix}.{key}" if prefix else key
-            spec = next((layouts[pattern] for pattern in layouts if fnmatchcase(name, pattern)), None)
+            spec = specs[id(parameter)]
             if id(parameter) not in parameters:
                 compute = None
                 if spec is not None:
@@ -75,6 +77,23 @@ def shard_parameters(
                 if spec is not None:
                     parameters[id(parameter)].set_dist_spec(spec)
             owner._parameters[key] = parameters[id(parameter)]
+
+
+def _specs_of(module: nn.Module, layouts: Mapping[str, _DistSpec]) -> dict[int, _DistSpec | None]:
+    """Return the layout of every parameter, by its id; None for a replica. See ``shard_parameters``."""
+    for pattern, spec in layouts.items():
+        if not isinstance(spec, _DistSpec):
+            raise ArgumentError(f"shard_parameters: {pattern} needs a dist spec, not {type(spec).__name__}")
+    specs: dict[int, _DistSpec | None] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if is_colo(parameter):
+            raise ArgumentError(f"shard_parameters: {name} is a ColoParameter already; change it by set_dist_spec()")
+        spec = next((layouts[pattern] for pattern in layouts if fnmatchcase(name, pattern)), None)
+        earlier = specs.get(id(parameter))
+        if spec is not None and earlier is not None and spec != earlier:
+            raise ArgumentError(f"shard_parameters: {name} is tied to a parameter with {earlier}, and would get {spec}")
+        specs[id(parameter)] = earlier if spec is None else spec
+    return specs
 
 
 def sharded_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -141,7 +160,10 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite``.
+        ArgumentError: the order 0, which is no norm.
     """
+    if norm_type == 0:
+        raise ArgumentError("clip_grad_norm_: norm_type 0 counts elements, which cannot be scaled; take another order")
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     pairs = [(p, (plain(p.grad) if is_colo(p.grad) else p.grad).detach()) for p in tensors if p.grad is not None]
     if not pairs:
@@ -169,6 +191,7 @@ def clip_grad_norm_(
 
 def _power_sum(grads: list[Tensor], power: float, device: torch.device) -> Tensor:
     """Return the sum of |g|^p over all elements (the maximum for inf, the minimum for -inf), in fp32 or wider."""
+    grads = [grad.abs() if grad.is_complex() else grad for grad in grads]
     wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
     norms = [torch.linalg.vector_norm(grad, power, dtype=wide) for grad in grads if grad.numel()]
     if not norms:

@@ -20,12 +20,11 @@ from typing import Any
 import torch
 import tritoncomm_kernels as kernels
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from tritoncomm import record
 from tritoncomm.core import eager, ops
-from tritoncomm.core.autograd import direct
+from tritoncomm.core.autograd import direct, once_differentiable
 
 __all__ = ["cross_entropy_rows"]
 

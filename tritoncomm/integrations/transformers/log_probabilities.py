@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from tritoncomm.core.autograd import once_differentiable
 from tritoncomm.errors import ArgumentError, UnsupportedError
 from tritoncomm.groups import resolve_sequence
 from tritoncomm.integrations.transformers.batch import IGNORED, shard_batch

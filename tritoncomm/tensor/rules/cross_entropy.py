@@ -40,8 +40,8 @@ def _softmax_like(input: Tensor, dim: int | None, dtype_or_level: Any, log: bool
     """Describe softmax or its logarithm; a call without a dim runs on replicas."""
     # ``F.softmax`` has ``_stacklevel`` where ``torch.softmax`` has the dtype.
     count, dtype = len(shape_of(input)), dtype_or_level if isinstance(dtype_or_level, torch.dtype) else None
-    if dim is None or not count:
-        return None
+    if dim is None or not count or not (dtype or input.dtype).is_floating_point:
+        return None  # torch raises for integers
     dim = from_front(dim, count)
     local = torch.log_softmax if log else torch.softmax
 
@@ -76,6 +76,8 @@ def _cross_entropy(
     shape = shape_of(input)
     if size_average is not None or reduce is not None or not shape or reduction not in ("none", "mean", "sum"):
         return None
+    if not input.is_floating_point() or 0 in shape:
+        return None  # torch raises for integers; without elements it gives NaN, or an error
     classes = 0 if len(shape) == 1 else 1
     rows = tuple(d for d in range(len(shape)) if d != classes)
     labels = tuple("c" if d == classes else d for d in range(len(shape)))
@@ -111,13 +113,11 @@ def _cross_entropy(
         if reduction == "sum":
             return total
         if soft:
-            counted = torch.tensor(float(math.prod(shape[dim] for dim in rows)), device=loss.device)
-        else:
-            valid = targets != ignore_index
-            counts = valid if weights is None else weights.detach()[targets.masked_fill(~valid, 0)] * valid
-            wide = torch.promote_types(loss.dtype, torch.float32)
-            counted = sum_over_ranks(counts.sum(dtype=wide), sharding.group).to(loss.dtype)
-        return total / counted
+            return total / math.prod(shape[dim] for dim in rows)  # a number, as a tensor would change the dtype
+        valid = targets != ignore_index
+        counts = valid if weights is None else weights.detach()[targets.masked_fill(~valid, 0)] * valid
+        wide = torch.promote_types(loss.dtype, torch.float32)
+        return total / sum_over_ranks(counts.sum(dtype=wide), sharding.group).to(loss.dtype)
 
     # ``run`` reduces over the ranks itself: the classes always, the rows unless each keeps its loss.
     own = frozenset(labels) if reduction != "none" else frozenset({"c"})

@@ -45,6 +45,8 @@ def _along(input: Tensor, dim: int, local: Any, results: int | None = 1, drops: 
     labels = _labels_except(input, dim)
     if results is None:
         results = len(local(torch.empty(shape_of(input)[dim], device="meta"), 0))
+    if not results:
+        return None  # replicas have no results, too
     # The label of the dim is None, which means that it is never sharded.
     result_labels = tuple(label for label in labels if label is not None) if drops else labels
     return OperatorCall([Operand(input, labels)], [result_labels] * results, lambda _, x: local(x, dim))

@@ -98,11 +98,25 @@ class _OnFirstRank(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank: int) -> Tensor:
+        ctx.rank = rank
         return torch.zeros_like(x) if rank else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
+        return _OnAllRanks.apply(grad, ctx.rank), None
+
+
+class _OnAllRanks(torch.autograd.Function):
+    """The adjoint of ``_OnFirstRank``: the tensor, which is replicated. Backward: the gradient on the first rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rank: int) -> Tensor:
+        ctx.rank = rank
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _OnFirstRank.apply(grad, ctx.rank), None
 
 
 def by_weight(call: OperatorCall, weight: Tensor, index: int) -> OperatorCall:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from tritoncomm import mappings
 from tritoncomm.core import eager
-from tritoncomm.core.autograd import direct
+from tritoncomm.core.autograd import direct, once_differentiable
 from tritoncomm.core.call import compare_arguments
 from tritoncomm.errors import ShapeError
 from tritoncomm.mappings.tensor_parallel import reduce_from
@@ -203,46 +203,69 @@ def _norm(
         target = dtype or dtype_of_result(torch.linalg.vector_norm, x)
         x = x if target is x.dtype else x.to(target)
         if math.isinf(power):
-            return _MinMax.apply(x.abs(), dims, keepdim, power < 0, sharding.group)
+            shares_nan = True  # as torch: with a NaN the gradient is 0 everywhere, which ``abs`` makes of it
+            return _MinMax.apply(x.abs(), dims, keepdim, power < 0, shares_nan, sharding.group)
         wide = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
         part = torch.linalg.vector_norm(wide, power, dims, keepdim)
         # The norm of the vector of local norms is the global norm; gradients flow through the own element.
         result = mappings.all_gather_dim(part.unsqueeze(0), 0, sharding.group, tensor_parallel_output_grad=False)
-        return torch.linalg.vector_norm(result, power, 0).to(x.dtype)
+        # The norm of order 1 is a sum of norms, whose gradient has no NaN where another rank has one.
+        total = result.sum(0) if power == 1 else torch.linalg.vector_norm(result, power, 0)
+        return total.to(x.dtype)
 
     local = partial(torch.linalg.vector_norm, ord=power, dim=dims, keepdim=keepdim, dtype=dtype)
     return _reduce(input, dims, keepdim, local, across)
 
 
-def _compare(input: Tensor, dim: Any, keepdim: bool, smallest: bool) -> OperatorCall | None:
-    """Describe amax or amin; ties share the gradient equally. Replicas take empty dims and dtypes without an order."""
+def _compare(input: Tensor, dim: Any, keepdim: bool, smallest: bool, shares_nan: bool) -> OperatorCall | None:
+    """Describe amax or amin; or max or min of all elements (``shares_nan``), where NaNs share the gradient.
+
+    Ties share the gradient equally. Replicas take empty dims and dtypes without an order.
+    """
     shape, dims = shape_of(input), _dims_of(dim, input)
     if not shape or not all(shape[d] for d in dims) or not _has_order(input.dtype):
         return None
     local = partial(torch.amin if smallest else torch.amax, dim=dims, keepdim=keepdim)
-    return _reduce(input, dims, keepdim, local, lambda s, x: _MinMax.apply(x, dims, keepdim, smallest, s.group))
+    if shares_nan:
+        local = torch.min if smallest else torch.max
+
+    def across(sharding: Sharding, x: Tensor) -> Tensor:
+        return _MinMax.apply(x, dims, keepdim, smallest, shares_nan, sharding.group)
+
+    return _reduce(input, dims, keepdim, local, across)
 
 
 @direct
 class _MinMax(torch.autograd.Function):
-    """Forward: the maximum (minimum) over all ranks. Backward: shared equally by ties."""
+    """Forward: the maximum (minimum) over all ranks. Backward: shared equally by ties.
+
+    If it is NaN the gradient is NaN everywhere, as of torch's amax; with ``shares_nan`` the NaNs share it, as of max.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dims: tuple[int, ...], keepdim: bool, smallest: bool, group: ProcessGroup
+        ctx: Any,
+        x: Tensor,
+        dims: tuple[int, ...],
+        keepdim: bool,
+        smallest: bool,
+        shares_nan: bool,
+        group: ProcessGroup,
     ) -> Tensor:
         extremum = extremum_over_ranks(x, dims, group, smallest)
         ctx.save_for_backward(x, extremum)
-        ctx.dims, ctx.group = dims, group
+        ctx.dims, ctx.shares_nan, ctx.group = dims, shares_nan, group
         return extremum if keepdim else extremum.squeeze(dims)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, extremum = ctx.saved_tensors
-        is_extremum = (x == extremum) | (x.isnan() & extremum.isnan())
+        is_extremum = x == extremum
+        if ctx.shares_nan:
+            is_extremum |= x.isnan() & extremum.isnan()
         count = eager.all_reduce(is_extremum.sum(ctx.dims, keepdim=True), ctx.group, "max.backward")
-        return is_extremum * (grad.view(extremum.shape) / count), None, None, None, None
+        return is_extremum * (grad.view(extremum.shape) / count), None, None, None, None, None
 
 
 class _MinMaxWithIndex(torch.autograd.Function):
@@ -281,6 +304,8 @@ def _min_max(input: Tensor, dim: Any, keepdim: bool, smallest: bool, index_only:
     shape = shape_of(input)
     if not isinstance(dim, int) or isinstance(dim, bool) or not shape or 0 in shape or not _has_order(input.dtype):
         return None
+    if index_only and input.dtype is torch.bool:
+        return None  # torch has no argmax of it
     dim = from_front(dim, len(shape))
     local = torch.min if smallest else torch.max
     kind = torch.return_types.min if smallest else torch.return_types.max
@@ -306,12 +331,12 @@ def _add_rules(smallest: bool) -> None:
     # The texts of amin, min and argmin in the table of rules refer to those of amax, max and argmax.
     @rule(f"a{extreme}", result="as sum", collectives="as amax" if smallest else ties)
     def describe_values(input: Tensor, dim: Any = (), keepdim: bool = False) -> OperatorCall | None:
-        return _compare(input, dim, keepdim, smallest)
+        return _compare(input, dim, keepdim, smallest, shares_nan=False)
 
     @rule(extreme, result="as sum", collectives="as max" if smallest else indices)
     def describe(input: Tensor, dim: Any = None, keepdim: bool = False) -> OperatorCall | None:
         if dim is None:
-            return _compare(input, dim=None, keepdim=False, smallest=smallest)
+            return _compare(input, dim=None, keepdim=False, smallest=smallest, shares_nan=True)
         return _min_max(input, dim, keepdim, smallest, index_only=False)
 
     accepts = "any sharding; without dim: 1-D only"  # with several dims, ties would need the global order
