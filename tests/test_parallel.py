@@ -13,7 +13,7 @@ from pool import Pool
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tritoncomm import ArgumentError, GroupError, UnsupportedError, parallel, record
@@ -142,6 +142,48 @@ def run_layouts(group: ProcessGroup, outputs: int) -> None:
 )
 def test_every_pair_of_layouts(pool: Pool, world: int, outputs: int) -> None:
     pool.run(run_layouts, outputs, world=world)
+
+
+@pytest.mark.ranks(2, 4)
+def test_inputs_that_are_uneven_dtensors(group: ProcessGroup) -> None:
+    """DTensors of 5 positions, and of 3 rows of ids, in other layouts than the styles expect."""
+    mesh, made = DeviceMesh.from_group(group, "cpu"), torch.Generator().manual_seed(4)
+    torch.manual_seed(0)  # of the parameters
+    x, ids = torch.randn(2, 5, 8, generator=made), torch.randint(0, 6, (3, 5), generator=made)
+    tokens = {"use_local_output": False}
+    cases = [
+        (nn.Linear(8, 6), parallel.ColwiseParallel(**tokens), x, 1),
+        (nn.Linear(8, 6), parallel.ColwiseParallel(output_layouts=Replicate()), x, 1),
+        (nn.Linear(8, 6), parallel.RowwiseParallel(), x, 1),
+        (nn.LayerNorm(8), parallel.SequenceParallel(**tokens), x, 1),
+        (nn.RMSNorm(8), parallel.SequenceParallel(**tokens), x, 1),
+        (nn.Embedding(6, 8), parallel.ColwiseParallel(**tokens), ids, 0),
+        (nn.Embedding(8, 8), parallel.RowwiseParallel(input_layouts=Replicate()), ids, 0),
+    ]
+    for plain, style, whole, dim in cases:
+        module = copy.deepcopy(plain)
+        theirs.parallelize_module(module, mesh, style)
+        given = whole.clone().requires_grad_(whole.is_floating_point())
+        expected = plain(given)
+        expected.sum().backward()
+        local = distribute_tensor(whole, mesh, [Shard(dim)]).requires_grad_(whole.is_floating_point())
+        out = module(local)
+        what = type(plain).__name__, type(style).__name__
+        torch.testing.assert_close(full(out), expected, **CLOSE, msg=str(what))
+        full(out).sum().backward()
+        if whole.is_floating_point():
+            torch.testing.assert_close(full(local.grad), given.grad, **CLOSE, msg=str(what))
+        for mine, wanted in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full(mine.grad), wanted.grad, **CLOSE, msg=str(what))
+
+
+@pytest.mark.ranks(2)
+def test_ids_out_of_range(group: ProcessGroup) -> None:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    module = theirs.parallelize_module(nn.Embedding(6, 4), mesh, parallel.RowwiseParallel(input_layouts=Replicate()))
+    for wrong in (6, -1):
+        with pytest.raises(IndexError, match="6 rows"):
+            module(torch.tensor([0, wrong]))
 
 
 class Odd(nn.Linear):

@@ -13,7 +13,7 @@ Source: Megatron-LM (arXiv 1909.08053), sequence parallelism (arXiv 2205.05198).
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -113,6 +113,20 @@ class SequenceParallel(style.SequenceParallel):
         return _attach(module, known[_base(module)][0], device_mesh, layout, layout, self.use_local_output)
 
 
+class _Input(NamedTuple):
+    """Input of a module.
+
+    Attributes:
+        local: the plain tensor.
+        layout: its placement; ``Partial`` of a replica whose gradient is partial.
+        sizes: sizes of the sharded dim on all ranks where they differ, which only a DTensor tells; else None.
+    """
+
+    local: Tensor
+    layout: Placement
+    sizes: Ints | None = None
+
+
 class _Site:
     """Place where a module runs: its mesh, group and layouts. Copies of the module share it."""
 
@@ -129,36 +143,42 @@ class _Site:
     def __reduce__(self) -> Any:
         return _Site, (self.mesh, self.input, self.output, self.local_output)
 
-    def local(self, x: Any, partial: bool = False) -> tuple[Tensor, Placement]:
-        """Return a plain input and its layout; ``partial``: the gradient of a replicated DTensor is partial."""
+    def local(self, x: Any, partial: bool = False) -> _Input:
+        """Return an input as a plain tensor; ``partial``: the gradient of a replicated DTensor is partial."""
         if not isinstance(x, DTensor):
-            return x, self.input
+            return _Input(x, self.input)
         if x.device_mesh != self.mesh or len(x.placements) != 1:
             raise ArgumentError(f"parallelize_module: an input on {x.device_mesh} came to a module on {self.mesh}")
         (layout,) = x.placements
         if not isinstance(layout, Replicate | Shard):
             raise ArgumentError(f"parallelize_module: an input of layout {layout} has to be reduced first")
         if partial and layout.is_replicate():
-            return x.to_local(grad_placements=(Partial(),)), Partial()
-        return x.to_local(), layout
+            return _Input(x.to_local(grad_placements=(Partial(),)), Partial())
+        sizes = self.sizes(x.shape[layout.dim]) if isinstance(layout, Shard) else None
+        return _Input(x.to_local(), layout, sizes)
 
     def shard(self, x: Any) -> Tensor:
         """Return an input along whose sharded dim a norm runs; another DTensor is redistributed."""
         if isinstance(x, DTensor) and x.placements != (self.input,):
             x = x.redistribute(placements=(self.input,))
-        return self.local(x)[0]
+        return self.local(x).local
 
-    def result(self, x: Tensor) -> Any:
-        """Return an output as the style promises it: the local tensor, or a DTensor of the layout ``output``."""
-        return x if self.local_output else DTensor.from_local(x, self.mesh, (self.output,), run_check=False)
+    def result(self, x: Tensor, shape: torch.Size | None = None) -> Any:
+        """Return an output as the style promises it: the local tensor, or a DTensor of the layout ``output``.
+
+        Args:
+            shape: the global shape, where shards may be uneven; by default it follows from equal shards.
+        """
+        if self.local_output:
+            return x
+        stride = None if shape is None else torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(x, self.mesh, (self.output,), run_check=False, shape=shape, stride=stride)
 
     def result_of(self, x: Tensor, features: int) -> Any:
         """Return ``result``, where the last dim may be sharded unevenly: ``features`` is its global size."""
         if self.local_output or not self.is_last(x) or not self.sizes(features):
             return self.result(x)
-        shape = torch.Size((*x.shape[:-1], features))
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(x, self.mesh, (self.output,), run_check=False, shape=shape, stride=stride)
+        return self.result(x, torch.Size((*x.shape[:-1], features)))
 
     def is_last(self, x: Tensor) -> bool:
         """Whether the output is sharded along the last dim."""
@@ -170,11 +190,16 @@ class _Site:
 
     def replicated(self, x: Any) -> Tensor:
         """Return the input of a column-parallel layer, whose gradient is partial."""
-        x, layout = self.local(x, partial=True)
+        x, layout, sizes = self.local(x, partial=True)
         if isinstance(layout, Shard):
-            return mappings.all_gather_dim(x, layout.dim, self.group)
+            return mappings.all_gather_dim(x, layout.dim, self.group, sizes=sizes)
         # In place: the layer's product alone uses the result, so its gradient is new memory that nothing else needs.
         return x if layout.is_partial() else copy_to(x, self.group, in_place=True)
+
+    def whole_ids(self, x: Any) -> Tensor:
+        """Return the ids of an embedding, of which every rank needs all."""
+        ids, layout, sizes = self.local(x)
+        return mappings.all_gather_dim(ids, layout.dim, self.group, sizes=sizes) if isinstance(layout, Shard) else ids
 
     def from_columns(self, x: Tensor, features: int) -> Any:
         """Return results that are sharded along the last dim, as ``output``."""
@@ -264,12 +289,12 @@ class RowwiseLinear(nn.Linear):
 
     def forward(self, input: Any) -> Any:
         site, (weight, bias) = self.site, _locals(self.weight, self.bias)
-        x, layout = site.local(input)
+        x, layout, row_sizes = site.local(input)
         if isinstance(layout, Replicate):
             x = mappings.split_dim(x, -1, site.group, sizes=site.sizes(self.in_features))
         elif isinstance(layout, Shard) and layout.dim not in (-1, x.dim() - 1):
             sizes = site.sizes(self.in_features)
-            x = mappings.all_to_all_dims(x, -1, layout.dim, site.group, scatter_sizes=sizes)
+            x = mappings.all_to_all_dims(x, -1, layout.dim, site.group, scatter_sizes=sizes, gather_sizes=row_sizes)
         if not isinstance(site.output, Shard):
             out = reduce_from(F.linear(x, weight), site.group, in_place=True)
             return site.result(out if bias is None else out + bias.to(out.dtype))
@@ -295,9 +320,7 @@ class ColwiseEmbedding(nn.Embedding):
 
     def forward(self, input: Any) -> Any:
         site, (weight,) = self.site, _locals(self.weight)
-        ids, layout = site.local(input)
-        if isinstance(layout, Shard):
-            ids = mappings.all_gather_dim(ids, layout.dim, site.group)
+        ids = site.whole_ids(input)
         return site.from_columns(F.embedding(ids, weight, self.padding_idx), self.embedding_dim)
 
 
@@ -308,7 +331,9 @@ class RowwiseEmbedding(nn.Embedding):
 
     def forward(self, input: Any) -> Any:
         site, (weight,) = self.site, _locals(self.weight)
-        ids, _ = site.local(input)
+        ids = site.whole_ids(input)
+        if not ids.is_cuda and not is_compiling() and bool(((ids < 0) | (ids >= self.num_embeddings)).any()):
+            raise IndexError(f"embedding: an id is out of bounds for {self.num_embeddings} rows")  # a GPU would wait
         # This rank holds ids ``start`` to ``start + size - 1``. Other ids get row 0, then zeros below.
         size, start = len(weight), site.group.rank() * -(-self.num_embeddings // site.world)
         ids = ids - start
@@ -332,7 +357,8 @@ class SequenceLayerNorm(nn.LayerNorm):
         site = self.site
         x = site.shard(input)
         weight, bias = (None if each is None else site.summed(each) for each in _locals(self.weight, self.bias))
-        return site.result(F.layer_norm(x, self.normalized_shape, weight, bias, self.eps))
+        shape = input.shape if isinstance(input, DTensor) else None
+        return site.result(F.layer_norm(x, self.normalized_shape, weight, bias, self.eps), shape)
 
 
 class SequenceRMSNorm(nn.RMSNorm):
@@ -341,10 +367,10 @@ class SequenceRMSNorm(nn.RMSNorm):
     site: _Site
 
     def forward(self, x: Any) -> Any:
-        site = self.site
+        site, shape = self.site, x.shape if isinstance(x, DTensor) else None
         x = site.shard(x)
         (weight,) = (None if each is None else site.summed(each) for each in _locals(self.weight))
-        return site.result(F.rms_norm(x, self.normalized_shape, weight, self.eps))
+        return site.result(F.rms_norm(x, self.normalized_shape, weight, self.eps), shape)
 
 
 def _base(module: nn.Module) -> type[nn.Module]:
