@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 import tritoncomm
 from tritoncomm.core.heads import split_heads
-from tritoncomm.errors import ShapeError
+from tritoncomm.errors import ArgumentError, ShapeError
 from tritoncomm.integrations.deepspeed import DistributedAttention, _SeqAllToAll
 
 HEADS = [(8, 8), (8, 4), (8, 2), (6, 6), (6, 3), (5, 5), (12, 6), (14, 7), (8, 1)]
@@ -118,6 +118,17 @@ def test_arguments(group: ProcessGroup) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_kv_heads_that_are_refused(group: ProcessGroup) -> None:
+    """Fewer groups of keys than ranks: a rank would get a part of the queries of a group, and all of its keys."""
+    q, k = torch.randn(1, 4, 4, 8), torch.randn(1, 4, 2, 8)
+    with pytest.raises(ShapeError, match="leave num_kv_heads out"):
+        DistributedAttention(attention(0), group, num_kv_heads=1)(q, k, k, 0)
+    for wrong in (0, 2.0, "2"):
+        with pytest.raises(ArgumentError, match="num_kv_heads"):
+            DistributedAttention(attention(0), group, num_kv_heads=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("batch_dim", [0, 1])
 def test_rotary_embeddings_of_another_order(group: ProcessGroup, batch_dim: int) -> None:
     """As many sequences as positions: an embedding in q's own order would be broadcast along the batch."""
@@ -140,6 +151,15 @@ def test_rotary_embeddings_of_another_order(group: ProcessGroup, batch_dim: int)
 @pytest.mark.ranks(2, 4)
 def test_there_and_back(group: ProcessGroup) -> None:
     """``_SeqAllToAll``: my heads of all positions, back to where it came from, and the gradient likewise."""
+    for heads, batch_dim in ((3, 0), (5, 1), (4, 0)):  # the same arguments both ways, as DeepSpeed's layer calls it
+        if heads >= group.size():
+            full = inputs(group.size(), batch_dim, (heads, heads))[0]
+            x, seq_dim = shard(full, group, batch_dim).requires_grad_(), 1 - batch_dim
+            there = _SeqAllToAll.apply(group, x, 2, seq_dim, batch_dim)
+            back = _SeqAllToAll.apply(group, there, seq_dim, 2, batch_dim)
+            assert torch.equal(back, x)
+            (gradient,) = torch.autograd.grad(back, x, 3 * x.detach())
+            assert torch.equal(gradient, 3 * x)
     for heads in HEADS:
         for batch_dim in (0, 1):
             full = inputs(group.size(), batch_dim, heads)[0]

@@ -14,13 +14,17 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from tritoncomm import ulysses
+from tritoncomm.core import eager
 from tritoncomm.core.heads import HEAD_DIM, HeadLayout, HeadShare, split_heads
 from tritoncomm.core.plan import Ints, located, split_evenly
+from tritoncomm.core.validation import PerGroup
 from tritoncomm.errors import ArgumentError, ShapeError, UnsupportedError
 from tritoncomm.mappings import all_to_all_dims
 from tritoncomm.ulysses import AttentionExchange
 
 __all__ = ["DistributedAttention", "_SeqAllToAll"]
+
+_splits_unevenly: PerGroup[bool] = PerGroup()  # groups over which heads were split that they do not divide
 
 
 class DistributedAttention(nn.Module):
@@ -57,6 +61,8 @@ class DistributedAttention(nn.Module):
         super().__init__()
         name = "DistributedAttention"
         _refuse_overlap(name, "sp_stream", sp_stream)
+        if num_kv_heads is not None and (type(num_kv_heads) is not int or num_kv_heads < 1):
+            raise ArgumentError(f"{name}: num_kv_heads must be a positive int, not {num_kv_heads!r}")
         if scatter_idx != HEAD_DIM or gather_idx not in (0, 1):
             raise UnsupportedError(
                 f"{name}: scatter_idx {scatter_idx} and gather_idx {gather_idx} are not heads (2) and sequence (0, 1)"
@@ -125,6 +131,12 @@ class DistributedAttention(nn.Module):
             raise ShapeError(
                 f"{name}: {key.shape[HEAD_DIM]} heads of the key are no multiple of num_kv_heads {kv_heads}"
             )
+        if kv_heads < self.spg.size():
+            # Ranks would share a group, and get a slice of its queries beside all of its keys.
+            raise ShapeError(
+                f"{name}: num_kv_heads {kv_heads} is less than the {self.spg.size()} ranks, and the key has "
+                f"{key.shape[HEAD_DIM]} heads; leave num_kv_heads out, so that the split follows these"
+            )
         return _by_kv_groups(exchange, query.shape[HEAD_DIM], key.shape[HEAD_DIM], kv_heads)
 
 
@@ -162,7 +174,9 @@ class _SeqAllToAll:
         """Exchange one tensor, its heads for the sequence or back, as ``scatter_idx`` says.
 
         Args:
-            num_kv_heads: number of key/value heads; where the ranks do not divide it, heads are split as these are.
+            num_kv_heads: number of key/value heads; where the ranks do not divide it, heads are split as these are. By
+                default it is the number of heads, which after an uneven split the ranks tell each other on the way
+                back: a message of 8 bytes, for which the host waits.
 
         Raises:
             ArgumentError: a ``batch_dim_idx`` that is not 0 or 1.
@@ -176,6 +190,14 @@ class _SeqAllToAll:
         to_heads = scatter_idx >= HEAD_DIM
         if num_kv_heads is None and to_heads:
             num_kv_heads = input.shape[HEAD_DIM]  # on the way back the shape has the heads of this rank alone
+            if num_kv_heads % group.size() and is_compiling():
+                raise UnsupportedError(f"{name}: heads that the ranks do not divide need num_kv_heads in a graph")
+            if num_kv_heads % group.size():
+                _splits_unevenly.set(group, value=True)
+        elif num_kv_heads is None and not is_compiling() and _splits_unevenly.get(group):
+            local = torch.tensor([input.shape[HEAD_DIM]], device=input.device)
+            sizes = eager.all_gather(local, 0, group, name).tolist()
+            return all_to_all_dims(input, seq_dim, HEAD_DIM, group, gather_sizes=sizes)
         if num_kv_heads is None or num_kv_heads % group.size() == 0:
             dims = (HEAD_DIM, seq_dim) if to_heads else (seq_dim, HEAD_DIM)
             return all_to_all_dims(input, *dims, group)
