@@ -420,8 +420,7 @@ def test_what_is_refused(group: ProcessGroup) -> None:
     four = torch.ones(1, 2, group.size(), 2)
     with pytest.raises(ArgumentError, match="'y' has tensors inside"):
         by_heads(lambda x, y: x, group)(four, [four])
-    with pytest.raises(UnsupportedError, match="has tensors inside"):
-        conv_halo(lambda x, w, y: x, group)(torch.ones(1, 2, 2), torch.ones(2, 1, 2), {"state": torch.ones(1, 2)})
+    torch.testing.assert_close(by_heads(lambda x, y: x, group, {"x": Exchanged(), "y": None})(four, [four]), four)
     packed = by_heads(
         lambda x, cu_seqlens=None: x, group, {"x": Exchanged(), "cu_seqlens": None}, boundaries="cu_seqlens"
     )

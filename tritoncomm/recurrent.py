@@ -83,7 +83,8 @@ def by_heads(
     Args:
         group: ranks that hold the sequence (see ``groups.as_group``); the tensor group by default.
         roles: of every tensor among the arguments, by position or by name; numbers and others need none. By default
-            all are ``Exchanged()``, ``[b, s, heads, ...]``, of three dims and more.
+            all are ``Exchanged()``, ``[b, s, heads, ...]``, of three dims and more. A list, tuple or dict with tensors
+            inside needs None.
         result: dims of the result, the first one if ``function`` returns a tuple; the others are returned as they are,
             those of this rank's heads.
         boundaries: argument by which ``function`` keeps documents apart, so that one call computes all of them:
@@ -334,13 +335,15 @@ def _roles_of(
     """
     parts: dict[int | str, Role] = {}
     for key, x in arguments.items():
-        if isinstance(x, list | tuple | dict) and _has_tensors(x):
+        word = labels[key]
+        is_left = roles is not None and roles.get(key, roles.get(word, _EXCHANGED)) is None
+        if isinstance(x, list | tuple | dict) and not is_left and _has_tensors(x):
             raise ArgumentError(
-                f"{name}: {labels[key]!r} has tensors inside, which would be those of a shard; pass each by itself"
+                f"{name}: {word!r} has tensors inside, which would be those of a shard; pass each by itself, or give "
+                "the role None"
             )
         if not isinstance(x, Tensor) or x.dim() == 0:
             continue
-        word = labels[key]
         role: Role = _EXCHANGED
         if roles is not None:
             if key not in roles and word not in roles:
@@ -606,8 +609,6 @@ class _ConvHalo:
                     f"{name}: the argument {key}, {value.dtype} {list(value.shape)}, is no bias: states and boundaries "
                     "of documents would be those of a shard; pass documents"
                 )
-            if isinstance(value, list | tuple | dict) and _has_tensors(value):
-                raise UnsupportedError(f"{name}: {key} has tensors inside, which would be those of a shard")
         compare_arguments(name, group, documents=rows, taps=width + 1, others=extras)
         plan = (plan_halo.__wrapped__ if is_compiling() else plan_halo)(positions, width, group.rank())
         halo = _halo(x, width, plan, dim, group, name) if width else x.narrow(dim, 0, 0)

@@ -59,7 +59,10 @@ CONVOLUTION = "causal_conv1d_fn"
 _HEADS, _VALUES, _CHANNELS = Exchanged(), Exchanged(columns=3), Exchanged(2, 1)
 RECURRENCES = {
     "torch_chunk_gated_delta_rule": _recurrence(_VALUES, {_HEADS: "query key g beta", _VALUES: "value"}),
-    "chunk_kimi_delta_attention": _recurrence(_VALUES, {_HEADS: "query key g beta", _VALUES: "value"}),
+    # Ling's layers pass the rotary embeddings too, which the function takes among others and drops.
+    "chunk_kimi_delta_attention": _recurrence(
+        _VALUES, {_HEADS: "query key g beta", _VALUES: "value", None: "position_embeddings"}
+    ),
     "mamba2_chunk_scan": _recurrence(_VALUES, {_HEADS: "dt B C", _VALUES: "hidden_states", Sliced(): "A D dt_bias"}),
     "mamba_selective_scan": _recurrence(
         _CHANNELS, {_CHANNELS: "hidden_states dt z", Gathered(2): "B C", Sliced(): "A D delta_bias"}
