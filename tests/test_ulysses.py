@@ -328,6 +328,12 @@ def test_variants(group: ProcessGroup) -> None:
     mask |= torch.eye(4 * world).bool()
     for each in (mask, mask[0, 0]):
         close(attention(q, k, v, attn_mask=each), shard(attended(*full, attn_mask=each), sizes, rank), "mask")
+    bias, part = (torch.zeros(4 * world, 4 * world, requires_grad=True) for _ in range(2))
+    attended(*full, attn_mask=bias).square().sum().backward()
+    attention(q, k, v, attn_mask=part).square().sum().backward()
+    assert part.grad is not None
+    torch.distributed.all_reduce(part.grad, group=group)
+    close(part.grad, bias.grad, "gradient of a bias")
 
 
 DTYPES = [

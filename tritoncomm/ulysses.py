@@ -389,7 +389,8 @@ class UlyssesAttention(nn.Module):
             value: ``[b, s, kv_heads, any]``.
             sequence_sizes: positions of every rank, when they differ.
             kwargs: for ``attention``: ``is_causal``, ``dropout_p``, ``scale``, ... An ``attn_mask`` is one of the
-                global sequence, the same for all heads.
+                global sequence, the same for all heads; its gradient is that of this rank's heads, to be summed over
+                the group as those of parameters are.
 
         Shape: ``[b, s, heads, head_dim of value]``.
 
