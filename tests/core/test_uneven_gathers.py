@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tritoncomm import ArgumentError, collective, record
+from tritoncomm import ArgumentError, collective, mappings, record
 from tritoncomm.core import ops
 from tritoncomm.core.plan import Ints, padded_size
 from tritoncomm.explain import explain
@@ -66,6 +67,21 @@ def test_a_plan_says_what_is_sent_and_copied(group: ProcessGroup) -> None:
         assert [(count.bytes_copied, count.bytes_sent) for count in counted.values()] == [(copied, sent)]
         told_by = "padded to" if padded_size(sizes) else "a broadcast for each rank"
         assert any(told_by in step.what for step in told.forward.steps)
+
+
+@pytest.mark.ranks(2, 4)
+def test_reduce_scatter_copies_each_part_once(group: ProcessGroup) -> None:
+    """Gloo writes into the parts of other ranks, which are copied; this rank's part is the result."""
+
+    class Clones(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counts[0] += func is torch.ops.aten.clone.default
+            return func(*args, **(kwargs or {}))
+
+    counts, sizes = [0], tuple(range(1, group.size() + 1))
+    with Clones():
+        mappings.reduce_scatter_dim(torch.ones(sum(sizes), 2), 0, group, sizes=sizes)
+    assert counts[0] == group.size() - 1
 
 
 @pytest.mark.ranks(2)

@@ -475,7 +475,7 @@ def reduce_scatter_list(
         # NCCL writes on the root only. Gloo adds up in the memory of every rank, and parts may be views of an input.
         keeps_inputs = is_nccl(backend_name(group, out))
         # In place, because ``_run`` has the list: the work in flight uses these tensors.
-        buffers[:] = [part if keeps_inputs else part.clone() for part in parts]
+        buffers[:] = [part if keeps_inputs or w == rank else part.clone() for w, part in enumerate(parts)]
         buffers[rank] = out
         return _rooted(group.reduce, dist.ReduceOptions, [x.detach() for x in buffers], group, op)
 
