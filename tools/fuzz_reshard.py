@@ -33,7 +33,6 @@ FAULTS = (
 )  # fmt: skip
 _KINDS = ["plain", "plain", "leaf", "leaf", "parameter", "inference", "subclass"]
 _PLANNED = ("plan", "dtypes", "owned", "exchange")
-_WITHOUT_DATA = ["wrapper", "fake", "meta"]
 _OTHER_KINDS = ["wrapper", "dtensor", "fake", "meta", "sparse", "csr", "nested", "quantized", "none", "number", "text"]
 
 
@@ -470,8 +469,8 @@ def run_resharding(group: ProcessGroup, case: Resharding) -> str:
     if case.fault == "extra" and case.how in ("owned", "exchange", "dtypes"):
         return "mixed"  # one more tensor that stays where it is may be in no plan
     is_planned = case.how in _PLANNED
-    if is_planned and case.fault == "missing" and case.kind in _WITHOUT_DATA and len(case.shapes) == 1:
-        return "mixed"  # a plan of tensors without data is right, and only ranks that have one are refused
+    if is_planned and case.fault == "missing" and case.kind not in _KINDS and len(case.shapes) == 1:
+        return "mixed"  # a rank that passes no tensor has none of a refused kind
     if case.fault:
         request._plans.forget(group)  # else the others would not compare, and wait for the group's timeout
     given, _ = group_of(case.group, group)
@@ -484,6 +483,10 @@ def run_resharding(group: ProcessGroup, case: Resharding) -> str:
     fits = made.wanted is not None
     if case.fault and not fits:
         return "mixed"  # which of the two every rank sees first is not told
+    if case.how == "out" and not fits and not any(map(math.prod, case.shapes)):
+        return "mixed"  # no rank has a part, so that an empty `out` is right for every layout
+    if case.kind == "dtensor" and any(each == Spec("odd", None) for each in case.sources):
+        return "mixed"  # a DTensor passed without a source has its own layout
     _spoil(made, group, case)
     try:
         with p2p.check(case.checked):
@@ -523,6 +526,7 @@ def _spoil(made: _Prepared, group: ProcessGroup, case: Resharding) -> None:
         made.tensors["more"] = torch.ones(2)
     elif case.fault == "names":
         made.tensors = {f"{name}'": each for name, each in made.tensors.items()}
+        made.dtypes = {f"{name}'": each for name, each in made.dtypes.items()}
     elif case.kind not in _KINDS:
         return
     elif case.fault == "shape":
