@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -280,6 +281,30 @@ def test_convolutions_of_rows_of_channels(group: ProcessGroup, taps: int, docume
         call(shard, weight, bias=x[:, 0].detach(), sizes=sizes)
     with pytest.raises(UnsupportedError, match=r"the argument 2, torch.int64 \[2\], is no bias"):
         call(shard, weight, torch.tensor([0, n]), sizes=sizes)
+
+
+@pytest.mark.ranks(2)
+def test_convolutions_whose_taps_lie_apart(group: ProcessGroup) -> None:
+    """They read more positions than the halo has, so a ``dilation`` is refused however it is passed."""
+
+    def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None, dilation: Any = 1) -> Tensor:
+        padding = (weight.shape[-1] - 1) * (dilation if isinstance(dilation, int) else dilation[0])
+        return F.conv1d(F.pad(x, (padding, 0)), weight, bias, dilation=dilation)
+
+    x, weight = drawn(2, 3, 8, seed=1), drawn(3, 3, 2, seed=2)
+    shard = x.chunk(2, 2)[group.rank()]
+    calls = [
+        lambda: conv_halo(convolve, group)(shard, weight, dilation=2),
+        lambda: conv_halo(convolve, group)(shard, weight, None, (2,)),
+        lambda: conv_halo(partial(convolve, dilation=2), group)(shard, weight),
+    ]
+    for call in calls:
+        with pytest.raises(UnsupportedError, match=r"dilation=.* reads more than the K-1 positions of the halo"):
+            call()
+    # As the error says: zeros between the taps.
+    apart = torch.stack((weight, torch.zeros_like(weight)), -1).flatten(2)[..., :-1]
+    out = conv_halo(convolve, group)(shard, apart, dilation=1)
+    torch.testing.assert_close(out, convolve(x, weight, dilation=2).chunk(2, 2)[group.rank()])
 
 
 @pytest.mark.ranks(1, 2, 3)

@@ -554,6 +554,7 @@ def test_refusals(group: ProcessGroup) -> None:
     """Every bad call is refused before anything is sent, and the group stays usable."""
     x, attention = torch.zeros(2, 4, 8, 4), UlyssesAttention(group)
     length = 4 * group.size()
+    bound = UlyssesAttention(group, attention=partial(F.scaled_dot_product_attention, attn_mask=torch.zeros(4, 4)))
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (tritoncomm.ShapeError, "8 query heads are no multiple of 3", lambda: attention(x, x[:, :, :3], x[:, :, :3])),
         (tritoncomm.ShapeError, "1 query heads are fewer", lambda: attention(*[x[:, :, :1]] * 3)),
@@ -565,6 +566,7 @@ def test_refusals(group: ProcessGroup) -> None:
         (tritoncomm.ShapeError, "split sizes", lambda: attention(x, x, x, sequence_sizes=[4])),
         (tritoncomm.ArgumentError, "not NoneType", lambda: attention(x, x)),
         (tritoncomm.UnsupportedError, "local positions", lambda: attention(x, x, x, attn_mask=torch.zeros(4, 4))),
+        (tritoncomm.UnsupportedError, "local positions", lambda: bound(x, x, x)),
         (tritoncomm.UnsupportedError, "between heads",
          lambda: attention(x, x, x, attn_mask=torch.zeros(2, 8, length, length))),
         (tritoncomm.ArgumentError, "attn_mask must be", lambda: attention(x, x, x, attn_mask=True)),

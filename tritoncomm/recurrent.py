@@ -7,7 +7,7 @@ group.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import Parameter, signature
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
@@ -565,7 +565,8 @@ def conv_halo(function: _Function, group: GroupLike | None = None, positions: in
     Raises:
         ArgumentError: another dim of positions, or no weight.
         ShapeError: sizes that do not fit.
-        UnsupportedError: another tensor than a bias, as a state or boundaries of documents, which are of a shard.
+        UnsupportedError: another tensor than a bias, as a state or boundaries of documents, which are of a shard; a
+            ``dilation``.
 
     Shape: ``[b, channels, s] -> [b, channels, s]``, or ``[b, s, channels] -> [b, s, channels]``.
     """
@@ -582,8 +583,8 @@ class _ConvHalo:
 
     def __init__(self, function: _Function, group: ProcessGroup, dim: int) -> None:
         self.function, self.group, self.dim = function, group, dim
-        names = _parameters_of(function)[:2]
-        self.inputs = names if len(names) == 2 else ("x", "weight")
+        self.parameters = _parameters_of(function)
+        self.inputs = self.parameters[:2] if len(self.parameters) > 1 else ("x", "weight")
 
     def __call__(
         self, *args: Any, documents: Documents | None = None, sizes: Sequence[int] | None = None, **kwargs: Any
@@ -609,6 +610,13 @@ class _ConvHalo:
                     f"{name}: the argument {key}, {value.dtype} {list(value.shape)}, is no bias: states and boundaries "
                     "of documents would be those of a shard; pass documents"
                 )
+        bound = self.function.keywords if isinstance(self.function, partial) else {}
+        dilation = {**bound, **dict(zip(self.parameters[2:], further, strict=False)), **kwargs}.get("dilation", 1)
+        if dilation not in (1, (1,), [1]):
+            raise UnsupportedError(
+                f"{name}: dilation={dilation!r} reads more than the K-1 positions of the halo; "
+                "pass a weight with zeros between its taps"
+            )
         compare_arguments(name, group, documents=rows, taps=width + 1, others=extras)
         plan = (plan_halo.__wrapped__ if is_compiling() else plan_halo)(positions, width, group.rank())
         halo = _halo(x, width, plan, dim, group, name) if width else x.narrow(dim, 0, 0)

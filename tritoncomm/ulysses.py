@@ -7,7 +7,7 @@ the heads. q, k and v travel in one all-to-all, the result in another; backward 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -409,8 +409,10 @@ class UlyssesAttention(nn.Module):
         sizes = None if sequence_sizes is None else normalize_sizes(sequence_sizes, name)
         query, key, value = tensors
         exchange = exchange_for(query, key, value, group, self.layout.index("s"), sizes, name)
-        if kwargs.get("attn_mask") is not None:
-            _check_mask(kwargs["attn_mask"], sum(exchange.qkv.seq_sizes), name)
+        bound = self.attention.keywords if isinstance(self.attention, partial) else {}
+        mask = kwargs.get("attn_mask", bound.get("attn_mask"))
+        if mask is not None:
+            _check_mask(mask, sum(exchange.qkv.seq_sizes), name)
         if group.size() == 1:
             return self._attend(tensors, kwargs)
         compare_arguments(name, group, arguments=kwargs)
