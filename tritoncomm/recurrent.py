@@ -206,8 +206,8 @@ class _ByHeads:
             others={str(labels[key]): value for key, value in arguments.items() if key not in roles},
         )  # fmt: skip
         make = plan_heads.__wrapped__ if is_compiling() else plan_heads
-        # If heads are fewer than ranks, these split the columns.
-        plan = make(heads, positions, world, name, tuple(columns) if world > max(heads) else ())
+        split_columns = tuple(columns) if world > max(heads) else ()
+        plan = make(heads, positions, world, name, split_columns)
         return _ShardedCall(roles, exchanged, positions, bounds, batch_size, plan)
 
     def to_heads(self, arguments: Mapping[int | str, Any], call: _ShardedCall) -> dict[int | str, Any]:
@@ -297,7 +297,10 @@ def plan_heads(heads: Ints, positions: Ints, world: int, name: str, columns: Int
 
 
 def _split_columns(heads: Ints, columns: Ints, positions: Ints, world: int) -> HeadPlan:
-    """Return the layouts where ranks split the columns of heads, and share all that has no columns."""
+    """Return the layouts where ranks split the columns of heads: a rank has columns of one head.
+
+    A tensor without columns, or with fewer heads, is shared: a rank gets the head that belongs to its own one.
+    """
     total, widths = max(heads), {n for n in columns if n}
     if len(widths) > 1 or any(n != total for n, width in zip(heads, columns, strict=True) if width):
         raise ShapeError(f"tensors with columns need as many heads and columns; they have {list(columns)}")
@@ -309,8 +312,8 @@ def _split_columns(heads: Ints, columns: Ints, positions: Ints, world: int) -> H
     of_columns, of_heads = split_heads(total * width, total, world)  # each column counts as a head of its own
     shares = []
     for n, is_split in zip(heads, columns, strict=True):
-        heads_per_head = total // n  # that share one of this tensor
-        shared = HeadShare(tuple([head // heads_per_head for head in of_heads.starts]), of_heads.sizes, n)
+        group_size = total // n  # heads that share one head of this tensor
+        shared = HeadShare(tuple([head // group_size for head in of_heads.starts]), (1,) * world, n)
         shares.append(of_columns if is_split else shared)
     return HeadPlan(
         HeadLayout(1, tuple(shares), positions), HeadLayout(1, (of_columns,), positions), of_heads, splits=True
@@ -577,7 +580,12 @@ def conv_halo(function: _Function, group: GroupLike | None = None, positions: in
 
 
 class _ConvHalo:
-    """Function over shards of the sequence that ``conv_halo`` returns: a halo arrives, then one call for all."""
+    """Function over shards of the sequence that ``conv_halo`` returns: a halo arrives, then one call for all.
+
+    Attributes:
+        parameters: names of the function's positional parameters.
+        inputs: names of the first two, the tensor and its weight.
+    """
 
     _NAME = "conv_halo"
 

@@ -223,8 +223,8 @@ def sort_by_owner(ids: Tensor, per: int, owner: int, counts: Tensor) -> OwnerSor
     check_ids(name, ids, counts)
     slots = min(ids.shape[1], owners)
     lines, index = ids.new_empty(ids.shape[0] * slots, dtype=torch.int32), _index(ids, slots)
-    pairs = lines  # which this sort does not write
-    _sort(name, (counts, pairs, lines, index), ids, (0, per, owners), 1, owner)
+    pairs = lines  # a placeholder: this sort writes no pairs
+    _sort(name, (counts, pairs, lines, index), ids, (0, per, owners), alignment=1, last=owner)
     return OwnerSort(lines, index)
 
 
@@ -250,9 +250,11 @@ def sort_by_bucket(ids: Tensor, first: int, buckets: int, number: int, total: in
     check_ids(name, ids)
     counts, index = ids.new_empty(buckets, dtype=torch.int64), _index(ids, ids.shape[1])
     shape = 2, total
+    # The kernels leave out the padding of buckets, which is -1.
     outs = ids.new_empty(shape, dtype=torch.int32) if alignment == 1 else ids.new_full(shape, -1, dtype=torch.int32)
     pairs, lines = outs.unbind()
-    _sort(name, (counts, pairs, lines, index), ids, (first, 1, buckets), alignment, -1)
+    ids_per_bucket = 1
+    _sort(name, (counts, pairs, lines, index), ids, (first, ids_per_bucket, buckets), alignment, last=-1)
     return BucketSort(counts, pairs, lines, index)
 
 

@@ -436,7 +436,7 @@ def _plan(
     Args:
         types: dtypes of what the two pointers point to, of the arithmetic, and of the index.
         shape: slots of a list, elements of a row, elements of a unit.
-        has: whether there are weights, and rows beside the others.
+        has: whether there are weights, and rows of another tensor behind those of the first (``behind``).
     """
     kernel, (*pointers, wide, index), (slots, row, vec) = _KERNELS[name], types, shape
     small = min(dtype.itemsize for dtype in pointers)

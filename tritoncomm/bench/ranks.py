@@ -115,7 +115,7 @@ def _different(calls: Calls) -> str:
     results = {name: call() for name, call in calls.items()}
     ours = results["ours"]
     for name, theirs in results.items():
-        if name == "bare":
+        if name == "bare":  # the collectives alone, without results
             continue
         if len(theirs) != len(ours):
             return f"{name} has {len(theirs)} results, ours {len(ours)}"

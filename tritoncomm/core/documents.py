@@ -93,7 +93,11 @@ def _kept_groups(rows: tuple[Ints, ...], batch: int, device: torch.device) -> Do
 
 
 def _make_groups(rows: tuple[Ints, ...], batch: int, device: torch.device) -> DocumentGroups:
-    """Group the documents by length, in the order in which the lengths first come."""
+    """Group the documents by length, in the order in which the lengths first come.
+
+    Args:
+        rows: starts of the documents and the end, of all rows of the batch or of each.
+    """
     length = rows[0][-1]
     by_length: dict[int, list[Document]] = {}
     for row, stops in enumerate(rows * batch if len(rows) == 1 else rows):

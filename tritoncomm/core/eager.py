@@ -278,8 +278,8 @@ def rooted(
         work = backend.reduce(out, group_root, op, group, name, asynchronous)
     else:
         work = backend.broadcast(out, group_root, group, name, asynchronous)
-    # A broadcast is sent by its root, a reduce by every other rank.
-    is_sender = (group.rank() == group_root) is (name == "broadcast")
+    is_root = group.rank() == group_root
+    is_sender = is_root if name == "broadcast" else not is_root
     span.end("torch" if copied else "view", copied, out.nbytes if is_sender else 0)
     return (out, Handle(work, out, out)) if asynchronous else out
 

@@ -176,8 +176,8 @@ def start_to_tokens(
         wire = _buffer(tensors[0], num_send, width)
         copied += _copy([remote_part for remote_part, _ in parts], _views(wire, tensors, starts))
     own_rows = [own_part for _, own_part in parts]
-    # Kernels add own rows up where they are. On torch's path that would be a copy of all rows, and a tensor of a caller
-    # may change before a wait that is apart.
+    # This rank's own rows are not sent. Kernels read them where they are. They are copied behind the received rows for
+    # torch's path, which sums one buffer, and for a wait that is apart, before which the caller may change them.
     is_copied = path == "torch" or is_apart
     buffer = _buffer(wire, num_recv + routes.local * is_copied, width)
     remote_rows, own_place = buffer.split_with_sizes((num_recv, len(buffer) - num_recv))

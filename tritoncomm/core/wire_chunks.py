@@ -106,7 +106,12 @@ def _flat(pack: Pass, counts: Sequence[int], rank: int) -> WireExchange:
 def _by_nodes(
     pack: Pass, counts: Sequence[int], rank: int, between: torch.dtype, nodes: Nodes
 ) -> tuple[WireExchange, WireExchange]:
-    """Return the exchanges of a chunk in the node, by local rank, and of the nodes' sums between nodes."""
+    """Return the exchanges of a chunk in the node, by local rank, and of the nodes' sums between nodes.
+
+    Args:
+        pack: writes the blocks for the ranks in the order of ``nodes``: by local rank, and then by node.
+        counts: elements of every rank's block, by rank.
+    """
     # First each rank sums, over its node, what goes to the ranks of its own local rank on all nodes; then it sends each
     # of those its part of the sum.
     of_local = [sum(counts[local :: nodes.size]) for local in range(nodes.size)]

@@ -64,8 +64,8 @@ def difference(settings: Sequence[Mapping[str, str]]) -> str:
     every = range(len(settings))
     speed = [_line(variables.PATH.name, settings, every)]
     for device, ranks in sorted(_by_value("device", settings, every).items()):
-        # Between devices of one kind the contents of tables are compared, not their paths: nodes may have one table in
-        # different places. Only if a rank has read none it is the variable with the path.
+        # Ranks with one kind of device compare the contents of their tables, as nodes may have one table in different
+        # places. If one of them has read no table, they compare the variable that has the path.
         name = "tuned tables" if all(settings[rank]["tuned tables"] for rank in ranks) else tables.VARIABLE
         speed.append(_line(name, settings, ranks, f" for {device}"))
     slower, header = "; ".join(filter(None, speed)), _line(variables.CHECK.name, settings, every)

@@ -128,10 +128,10 @@ class Comparison:
         """Wait for the verdict, and return it; then delete ``rank_key``, the key that this rank has set, if any."""
         key, awaited = f"{base}/verdict", []
         if self.place:
-            # The rank that this one waits for, without a key of that rank: the parent in the tree of digests; in the
-            # report that follows a difference, whose base is another one, the first rank.
+            # This rank waits for its parent in the tree of digests. In the report that follows a difference, which has
+            # another base, it waits for the first rank.
             parent = (self.place - 1) // FANOUT if base == self.base else 0
-            awaited = [["", self.ranks[parent]]]
+            awaited = [["", self.ranks[parent]]]  # an empty key is never set, so only the verdict ends this wait
         stall = self._stall(base, awaited)
         try:
             values = self.store.read([key], stall.pause, abandoned=self._left)

@@ -116,7 +116,7 @@ def _describe(
         uneven = given["in_sizes"] is not None or given["out_sizes"] is not None
         if uneven:  # even calls of equal shapes fit together
             sends, receives = _rows(shape, given["in_sizes"], world), _rows(shape, given["out_sizes"], world)
-        # Dim 0, in which ranks differ, is left out of the shape; it stays where it contradicts the sizes, to be seen.
+        # Leave dim 0 out of the shape, as ranks differ in it; but show it if it contradicts the sizes.
         fits = bool(shape) and sum(sends) == shape[0]
         fields |= {"shape": _shape(shape, 0 if uneven and fits else None), "sizes": "given" if uneven else "even"}
         fields["exchange"] = "flat" if given["node_size"] is None else f"over nodes of {given['node_size']} ranks"

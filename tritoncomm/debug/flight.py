@@ -306,26 +306,27 @@ def _name_of(group: Any) -> str:
 def write_on(reason: str) -> Path | None:
     """Write the flight record to its file if ``TRITONCOMM_FLIGHT`` is on; return the path, None without a file.
 
-    Nothing is raised. The path is printed on standard error for the first record with the reason ``PERIODIC`` and for
-    the first with another one; an error is printed each time, of consecutive periodic ones for the first alone.
+    Nothing is raised. Standard error gets the path of the first periodic record (reason ``PERIODIC``) and of the first
+    record with another reason. It gets every error, but only the first error of periodic records in a row.
     """
     # A process without calls may be a worker of a rank, whose record it would replace.
     if not variables.FLIGHT.value[0] or not flight.entries:
         return None
-    # The progress before the write: a call that is made during it counts as a change since.
+    # Read the progress before the write, so that a call that is made during the write counts as a change after it.
     progress = flight.progress()
-    is_news = reason != PERIODIC or flight.reason != PERIODIC
+    is_periodic = reason == PERIODIC
+    reports_error = not is_periodic or flight.reason != PERIODIC
     flight.reason = reason
     try:
         file = _write(None, reason)
     except Exception as error:  # the error that is being reported matters more, and reporting threads go on
-        if is_news:
+        if reports_error:
             report(f"the flight record cannot be written: {type(error).__name__}: {error}")
         return None
     flight.written = progress
-    # Later records replace this file.
-    if (news := (file, reason == PERIODIC)) not in flight.reported:
-        flight.reported.add(news)
+    # Later records replace this file, so that its path is reported once.
+    if (file, is_periodic) not in flight.reported:
+        flight.reported.add((file, is_periodic))
         _report_written(file, reason)
     return file
 
@@ -390,15 +391,17 @@ def _is_inside(frame: Any) -> bool:
 
 def _snapshot(reason: str) -> dict[str, Any]:
     """Return the flight record of this rank as a dict of JSON values: the content of its file."""
-    # Entries first, then which of them run: a call that starts in between is in neither, and is not taken for rejected.
-    entries, counts = list(flight.entries), dict(flight.counts)
+    # Copy the entries, then look which calls are open. In the other order a call that starts in between would be among
+    # the entries without being open, and would be marked as rejected.
+    entries = list(flight.entries)
+    counts = dict(flight.counts)
     under_way = {id(entry) for _, entry in _open_entries(time.time_ns())}
     for entry in entries:
-        # This changes the record in memory: such a call has neither ended nor runs, so it was rejected.
+        # A call that has neither ended nor runs was rejected. The mark stays in the record in memory.
         if not entry[_END] and not entry[_ERROR] and id(entry) not in under_way:
             entry[_ERROR] = _REFUSED
-    # ``first`` is the number of the oldest kept call among all calls of this rank.
-    calls, first = list(map(FlightCall._make, entries)), sum(counts.values()) - len(entries) + 1
+    calls = list(map(FlightCall._make, entries))
+    first = sum(counts.values()) - len(entries) + 1  # number of the oldest call among all of this rank
     names = {call.group for call in calls}
     rank, world = _place(flight.place)
     places: dict[tuple[int, int], tuple[str, int]] = {}  # lines of call sites that calls have in common

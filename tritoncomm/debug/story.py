@@ -138,22 +138,23 @@ def _first_difference(group: str, records: Sequence[Record]) -> list[str]:
 
 def _compare(group: str, count: int, holders: Sequence[Record]) -> tuple[list[str], list[str]]:
     """Return the attributes in which ranks differ in a call, and a table of its first 20 distinct forms."""
-    # Only one record of each form is read.
+    # A form is the hash of the attributes that ranks compare, and the hash of those that are printed. Records of one
+    # form hold equal calls, so that only the first of them is read.
     forms: dict[tuple[int, int], list[Record]] = {}
-    for each in holders:
-        counts, *hashes = each.hashes[group]
-        if count in counts:
-            compared, shown = (column[counts.index(count)] for column in hashes)
-            forms.setdefault((compared, shown), []).append(each)
-    # The first record of each form that differs in compared attributes.
+    for record in holders:
+        column = record.hashes[group]
+        if count in column.counts:
+            index = column.counts.index(count)
+            forms.setdefault((column.compared[index], column.shown[index]), []).append(record)
+    # The first record for each hash of compared attributes.
     differing: dict[int, Record] = {}
-    for (compared, _), having in forms.items():
-        differing.setdefault(compared, having[0])
-    first, *others = (fields_compared(each.calls[group][count]) for each in list(differing.values())[:_MAX_LINES])
+    for (compared, _), alike in forms.items():
+        differing.setdefault(compared, alike[0])
+    first, *others = (fields_compared(record.calls[group][count]) for record in list(differing.values())[:_MAX_LINES])
     names = [key for key in first if any(key in other and other[key] != first[key] for other in others)]
     lines = [
-        f"{named_ranks([each.rank for each in having])}: {with_line(having[0].calls[group][count])}"
-        for having in list(forms.values())[:_MAX_LINES]
+        f"{named_ranks([record.rank for record in alike])}: {with_line(alike[0].calls[group][count])}"
+        for alike in list(forms.values())[:_MAX_LINES]
     ]
     return names, _shortened(lines, len(forms), "  ")
 
@@ -171,18 +172,19 @@ def _missing_call(group: str, ranks: Sequence[int], holders: Sequence[Record], r
         ranks: of the group; empty where they are not known.
         holders: records of these ranks with calls over the group.
     """
-    if any(group in each.hops for each in holders):  # stages of a pipeline make different numbers of p2p steps
+    if any(group in record.hops for record in holders):  # stages of a pipeline make different numbers of p2p steps
         return ""
-    members = [each for each in records if each.rank in ranks] or holders
-    count = min(each.count(group) for each in members) + 1
-    issuer = next((each for each in holders if count in each.hashes[group].counts), None)
+    # A rank of the group without any call over it has a record that is not among the holders'.
+    members = [record for record in records if record.rank in ranks] or holders
+    count = min(record.count(group) for record in members) + 1  # number of the first call that not all made
+    issuer = next((record for record in holders if count in record.hashes[group].counts), None)
     if issuer is None:
         return ""
     call = issuer.calls[group][count]
     if not call["end"]:  # a rank is in the call, which has a line of its own
         return ""
     # The call was asynchronous, as it ended without the other ranks.
-    behind = [each.rank for each in members if each.count(group) < count and not each.is_before(call)]
+    behind = [record.rank for record in members if record.count(group) < count and not record.is_before(call)]
     where = f"did not join {_with_group(call, issuer)}, which rank {issuer.rank} issued"
     return f"{named_ranks(behind)} {where}" if behind else ""
 
@@ -212,8 +214,8 @@ def _message_lines(group: str, records: Sequence[Record], joined: _Joined) -> li
         call = each.received.call
         if each.sent is None and channel not in unsent:
             unsent.add(channel)
-            # A receive that has ended was asynchronous. In one that has not the receiving rank waits, and has a line of
-            # its own.
+            # Only a receive that has ended is described, an asynchronous one. In an open receive the rank still waits,
+            # and has a line of its own.
             if call["end"] and not by_rank[each.sender].is_before(call):
                 posted = f"whose receive is posted by {with_line(call)}"
                 lines.append(f"rank {each.sender} did not send message {each.count} to rank {each.receiver}, {posted}")

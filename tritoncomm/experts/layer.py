@@ -151,7 +151,7 @@ class Dispatched:
         """
         if type(alignment) is not int or alignment < 1:
             raise ArgumentError(f"by_expert: alignment must be a positive int, not {alignment!r}")
-        if self._is_summed:  # lists of rows that were summed are of no use any more
+        if self._is_summed:  # the next ``summed`` gets rows of this call or of a later one, not of calls before
             self._lists, self._is_summed = {}, False
         lists, counts = sort_pairs(self._ids.read("by_expert"), self._routing, alignment)
         self._lists.pop(alignment, None)  # so that the newest lists come last

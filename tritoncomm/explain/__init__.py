@@ -166,7 +166,8 @@ def _named(op: str, dims: Ints) -> tuple[str, Ints]:
         raise ArgumentError(f"plan: no mapping {op!r}; there are {', '.join(names)}")
     if short in LAYERS:
         default = LAYERS[short].positions
-        if len(dims) > (default is not None):
+        max_dims = 0 if default is None else 1
+        if len(dims) > max_dims:
             takes = "no dims" if default is None else "one dim, that of the positions"
             raise ArgumentError(f"plan: {names[short]} takes {takes}, not {list(dims)}")
         return short, dims or (() if default is None else (default,))

@@ -236,7 +236,7 @@ def _uneven_layout(
         raise ShapeError(
             f"{kv_heads} key/value heads are fewer than the ranks, and one tensor does not say whose it is"
         )
-    size = shape[HEAD_DIM]  # heads; or with three dims heads times head_dim
+    size = shape[HEAD_DIM]  # number of heads; of a tensor with three dims heads * head_dim, the columns
     kv_share = split_heads(kv_heads, kv_heads, world)[0]
     if to_heads:
         if size % kv_heads:

@@ -283,8 +283,10 @@ def _checked_hidden(input_: Tensor, group: GroupLike | None, dim: int, name: str
     # A tensor and a process group outside of forward-mode AD, the usual arguments, pass ``checked`` unchanged.
     if forward_ad._current_level >= 0 or not (isinstance(input_, Tensor) and isinstance(group, ProcessGroup)):
         group = checked(input_, group, name)
-    # Nested tensors have no shape to look at below. Sparse ones over one rank would fail in autograd, which views them.
-    if input_.is_nested or (input_.requires_grad and not is_compiling() and input_.layout is not torch.strided):
+    # The collective rejects tensors that are not strided. Two of them have to be rejected here: nested ones, as they
+    # have no shape for the checks below, and sparse ones that train, as over one rank autograd fails to view them.
+    is_sparse = not is_compiling() and input_.layout is not torch.strided
+    if input_.is_nested or (input_.requires_grad and is_sparse):
         check_kind(input_, name)
     if input_.dim() == 0:
         raise ShapeError(f"{name}: a 0-dim tensor has no hidden dim")

@@ -222,8 +222,9 @@ def range_boxes(shape: Array, low: Array, high: Array) -> tuple[Array, Array, Ar
     """
     dims, count = shape.shape
     order, pieces = np.arange(count), []  # range, place among the range's pieces, dim, row, first and end of a piece
-    # From the innermost dim out. The partial rows at both ends become pieces of this dim, the full rows between them
-    # are the range of the next one. A range inside of one row is one piece, a head without a tail.
+    # From the innermost dim out. The partial rows at both ends of a range, its head and its tail, become pieces of this
+    # dim; the full rows between them are the range of the next one. A range inside of one row is a head alone.
+    # Elements 3 to 10 of rows of 5: the head ends at 5, there is no tail, as row 1 ends at 10, and row 1 is left.
     for dim in reversed(range(1, dims)):
         length = np.maximum(shape[dim], 1)
         inside = (low // length == (high - 1) // length) & (high - low < length)

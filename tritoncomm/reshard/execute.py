@@ -101,8 +101,8 @@ class BucketStep:
         if self._pack is not None:
             path = self._pack.pack(sources, pack_memory).path
         copies = self._copies if self._copies is not None and takes_kernel(sources[0]) else None
-        # Blocks of torch's path are read before the exchange, which may overwrite them where tensors share memory with
-        # results; the kernel has no step where they do.
+        # On torch's path blocks that are written to results sharing memory with the sources are read before the
+        # exchange, which may overwrite them. In that case ``self._copies`` is None, so the kernel never has to.
         copied = self._views(self._direct, sources, targets) if self._direct and copies is None else None
         summed = self._views(self._summed, sources, targets) if self._summed else None
         work = None

@@ -142,7 +142,7 @@ class OwnedExchange:
                 any. Otherwise later calls compare nothing, which would let the host wait for the device in every step:
                 if one rank raises there, the others wait for it until the group's timeout.
         """
-        with self._telling():
+        with self._telling():  # if this rank raises, the others raise the same error in ``_agree``
             self._check(full)
         self._agree()
         device = next((x.device for x in full.values()), torch.device(device))

@@ -180,7 +180,9 @@ class Routes:
         holders, replica = self.source.holders, requests.slot
         if table is not None:
             replica = table[self._replicas.index[requests.region], replica]
-        box = np.where(requests.own >= 0, requests.own, holders.order[holders.first[requests.region] + replica])
+        # ``order`` lists the boxes region by region, and ``first`` has the place of each region's first box in it.
+        box_of_replica = holders.order[holders.first[requests.region] + replica]
+        box = np.where(requests.own >= 0, requests.own, box_of_replica)
         owners = holders.owner[box], self.target.holders.owner[requests.target]
         return box, np.stack([place[owner] for place, owner in zip(self.places, owners, strict=True)])
 
@@ -397,18 +399,21 @@ class Routes:
         region, target, low, size = region[order], target[order], low[:, order], size[:, order]
         holders, receivers = self.source.holders, self.target.holders
         if self.every_replica:
-            box, index = holders.boxes_in(region)
+            # Repeat each request for every box that holds its region; ``index`` is the number of the repeated request.
+            source_box, index = holders.boxes_in(region)
             region, target, low, size = region[index], target[index], low[:, index], size[:, index]
-            stays = self.places[0][holders.owner[box]] == self.places[1][receivers.owner[target]]
-            return Requests(region, target, low, size, np.where(stays, box, -1), holders.nth[box])
-        box, num_targets = self._held.source_box, len(receivers.owner)
+            stays = self.places[0][holders.owner[source_box]] == self.places[1][receivers.owner[target]]
+            own = np.where(stays, source_box, -1)
+            return Requests(region, target, low, size, own, holders.nth[source_box])
         # Region and target box as one number. ``_held`` is sorted by it, so a search finds the receiver's own box.
-        held_key, key = holders.region[box] * num_targets + self._held.target_box, region * num_targets + target
+        held, num_targets = self._held, len(receivers.owner)
+        held_key = holders.region[held.source_box] * num_targets + held.target_box
+        key = region * num_targets + target
         nearest = np.searchsorted(held_key, key)
         own = np.full(len(key), -1)
         found = np.nonzero(nearest < len(held_key))[0]
         found = found[held_key[nearest[found]] == key[found]]
-        own[found] = box[nearest[found]]
+        own[found] = held.source_box[nearest[found]]
         slot = self._slot_of(region, target, low, size) if self.has_choice else np.zeros_like(region)
         return Requests(region, target, low, size, own, slot)
 
@@ -425,13 +430,17 @@ class Routes:
         number = np.int64 if reach < 2**62 else np.float64
         base = np.cumsum(self.source.size.prod(1), dtype=number) * copies
         base -= self.source.size.prod(1) * copies
-        taken = base[regions] + held.before.astype(number) * copies + held.volume * nth[held.target_box]
-        order = np.argsort(taken, kind="stable")
-        taken, before = taken[order], np.concatenate([np.zeros(1, np.int64), np.cumsum(held.volume[order])])
+        held_place = base[regions] + held.before.astype(number) * copies + held.volume * nth[held.target_box]
+        order = np.argsort(held_place, kind="stable")
+        held_place = held_place[order]
+        # ``held_volume[i]``: elements of the first i of the requests that are taken out.
+        held_volume = np.concatenate([np.zeros(1, np.int64), np.cumsum(held.volume[order])])
         volume = size.prod(0)
         place = self._before(region, low, size).astype(number) * copies + volume * nth[target]
-        end, start = (before[np.searchsorted(taken, each)] for each in (base[region] + place, base[region]))
-        place = place - (end - start)
+        up_to_request, up_to_line = (
+            held_volume[np.searchsorted(held_place, end)] for end in (base[region] + place, base[region])
+        )
+        place = place - (up_to_request - up_to_line)
         # Not the simpler rule, replica = receiver modulo replicas. Llama's busiest sender is equal under both. The
         # busiest sender of DeepSeek's dense weights carries 1.47 to 2.68 times more bytes under the simpler rule
         # (measured).
@@ -473,17 +482,23 @@ def _meetings(layout: Layout, others: Layout) -> tuple[Array, Array, NDArray[np.
         For every region: the most elements that it shares with another one; the number of regions that it meets; and
         whether it shares equally many with all of them. The first two are upper bounds where regions are no grid.
     """
-    # The number of regions that meet: of a grid the product over the dims of the intervals that meet. Where regions are
-    # no grid, some combinations of intervals are no region. But those that meet do so in every dim: at most as many as
-    # in the dim with the fewest.
+    # Two regions meet if their intervals meet in every dim. In a grid every combination of intervals is a region: a
+    # region meets the product, over the dims, of the numbers of intervals that meet its own. Without a grid some
+    # combinations are no region, and the product is too large. A second bound is the number of regions that it meets in
+    # one dim, in the dim where these are the fewest.
     most, counts = np.ones((2, len(layout.start)), np.int64)
     fewest = np.full(len(layout.start), len(others.start))
     is_even = np.ones(len(layout.start), bool)
-    for (own, place), (theirs, of) in zip(layout.intervals, others.intervals, strict=True):
-        boxes = np.bincount(of, minlength=len(theirs))
-        longest, number, regions, is_equal = _overlaps(own, theirs, boxes)
-        most, counts, is_even = most * longest[place], counts * number[place], is_even & is_equal[place]
-        fewest = np.minimum(fewest, regions[place])
+    for (intervals, interval), (other_intervals, other_interval) in zip(
+        layout.intervals, others.intervals, strict=True
+    ):
+        regions_by_interval = np.bincount(other_interval, minlength=len(other_intervals))
+        longest, number, regions, is_equal = _overlaps(intervals, other_intervals, regions_by_interval)
+        # From an interval of this dim to the regions that have it.
+        most *= longest[interval]
+        counts *= number[interval]
+        is_even &= is_equal[interval]
+        fewest = np.minimum(fewest, regions[interval])
     return most, np.minimum(counts, fewest), is_even
 
 
@@ -514,7 +529,9 @@ def _overlaps(
     lows, ends, extents = (np.append(each, [0, 0]) for each in (lows, ends, extents))
     ends_met = np.stack([first, np.maximum(last, 1) - 1])
     parts = np.minimum(ends[ends_met], high) - np.maximum(lows[ends_met], low)
-    # ``reduceat`` gets pairs (start, stop) of the neighbours between; its odd results are the gaps between pairs.
+    # ``reduceat`` reduces between every two of its indices. They are (start, stop) of the whole neighbours of interval
+    # 0, of interval 1, and so on; so every second result is of the gap between two pairs, and is dropped. An interval
+    # that meets the others 2 to 5 has the pair (3, 5).
     between = np.stack([first + 1, np.maximum(last - 1, first + 1)], 1).reshape(-1)
 
     def of_all(extreme: np.ufunc) -> Array:

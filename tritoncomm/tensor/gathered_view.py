@@ -258,7 +258,7 @@ def _into_shard(name: str, snapshot: Snapshot, box: Any, write: Callable[[Tensor
 
 
 def _operand(x: Any, target: Any) -> Any:
-    """Return an operand of a write as a plain global tensor that does not share memory with ``target``."""
+    """Return ``target`` as it is, and another operand as a plain global tensor without memory of ``target``."""
     if x is target or not is_colo(x):
         return x
     values = replicated(x, x.process_group)

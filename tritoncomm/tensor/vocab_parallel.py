@@ -216,7 +216,11 @@ def _statistics(x: Tensor, targets: _RowTargets, block: slice, stats: Tensor) ->
 
 
 def _gradient(x: Tensor, targets: _RowTargets, block: slice, share: Tensor, grad_rows: Tensor, out: Tensor) -> None:
-    """Write the gradient of a block of rows into ``out``, in torch."""
+    """Write the gradient of a block of rows into ``out``, in torch.
+
+    Args:
+        x: logits of the block; all else is of all rows.
+    """
     grad_rows, target_col, valid = grad_rows[block], targets.target_col[block], targets.valid[block]
     same_dtype = x.dtype is grad_rows.dtype
     # Softmax over the local classes, times their ``share``, is the softmax over all classes.

@@ -120,7 +120,7 @@ class Bounds:
         is_known, relative_error = torch.ones_like(change), _FACTOR * torch.finfo(self._whole.narrowest).eps
         if gradient is not None and gradient.shape == parameter.shape:
             bound, most = self.of_gradient(gradient, [], self.exact_gradient(name)), largest(gradient)
-            relative_error = math.sqrt(bound / most)
+            relative_error = math.sqrt(bound / most)  # sqrt(b / m); times m it is sqrt(b * m)
             is_known = (wide(gradient).abs() >= relative_error * most).to(change.dtype)
         of_dtype = 0.0  # what the dtype makes of it: the difference from the change in float64, where there is one
         if self._whole.exact is not None and name in self._whole.exact.parameters:

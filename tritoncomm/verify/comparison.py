@@ -140,19 +140,21 @@ class _Comparison:
             return self._refused("not comparable: the runs do not start from the same weights", shown)
         Outputs(self.runs, self.ledger).compare()
         gradients = Gradients(self.runs, self.ledger, self.held)
-        is_right, before = not self.ledger.problems, len(self.ledger.problems)
+        num_problems = len(self.ledger.problems)
+        is_right = not num_problems
         has_outputs = self.ledger.counts["outputs"] > 0
         gradients.compare()
         blame = gradients.blame_on_step() if is_right else None
-        self.ledger.fold(before, "gradients of", is_right)  # to fewer lines, unless outputs are wrong before
+        # Fold the problems that the gradients added to fewer lines, unless outputs are wrong before them.
+        self.ledger.fold(num_problems, "gradients of", is_right)
         if blame is not None:
             self.ledger.problems.insert(0, blame)
         if is_right:
             gradients.compare_loss()
-        before = len(self.ledger.problems)
+        num_problems = len(self.ledger.problems)
         if self.stage != "written":
             gradients.compare_changed()
-        self.ledger.fold(before, "changes of", not before)
+        self.ledger.fold(num_problems, "changes of", not num_problems)
         if not self.ledger.problems and (problem := self._not_comparable(has_outputs)):
             return self._refused(problem, list(self._summary()) if self.ledger.done.total() else [])
         lines = []

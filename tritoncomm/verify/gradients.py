@@ -161,11 +161,10 @@ class Gradients:
         runs = [self.ranks[rank] for rank in holders]
         parts = [wide(run.changed.get(name, run.parameters[name])) - wide(run.parameters[name]) for run in runs]
         bound, is_known = self.bounds.of_change(name, whole)
-        values = Values(whole * is_known, parts, bound)
-        masks = relation.parts(is_known, parts)
-        for k, mask in enumerate(masks):
+        for k, mask in enumerate(relation.parts(is_known, parts)):
             if mask is not None and mask.shape == parts[k].shape:
                 parts[k] = parts[k] * mask
+        values = Values(whole * is_known, parts, bound)
         self.ledger.count("changed")
         fit = find(*values, known=relation)
         if name in self.whole.changed and self.ledger.is_unchecked(

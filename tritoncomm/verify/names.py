@@ -19,20 +19,27 @@ def bare(name: str) -> str:
 
 
 def partners(whole: Iterable[str], names: Iterable[str]) -> dict[str, str | None]:
-    """Return for names of a rank those in one process; None for a wrapper around what has the partner.
+    """Return the partner of each module name of a rank: the name of the same module in one process.
 
-    A name that one process has, or that has no partner there even without the names of wrappers, stands for itself.
+    The partner of a wrapper is None if the module inside of it has one. A name is its own partner if one process has
+    it, or if no name there is equal to it without the names of wrappers.
+
+    Args:
+        whole: names in one process.
+        names: names on the rank.
     """
-    there, found = _by_bare(whole), dict[str, str | None]()
-    for stem, same in _by_bare(names).items():
-        targets = there.get(stem, [])
-        if not targets or set(same) <= set(targets):
-            found.update(zip(same, same, strict=True))
+    whole_chains = _by_bare(whole)
+    partner_by_name: dict[str, str | None] = {}
+    for bare_name, chain in _by_bare(names).items():
+        # A chain: the names of a module's wrappers, outer ones first, and of the module.
+        whole_chain = whole_chains.get(bare_name, [])
+        if not whole_chain or set(chain) <= set(whole_chain):
+            partner_by_name.update(zip(chain, chain, strict=True))
             continue
-        # Both are chains of wrappers, outer ones first: what they hold at the inner end is the same.
-        found.update(dict.fromkeys(same))
-        found.update(zip(reversed(same), reversed(targets), strict=False))
-    return found
+        # Chains of different lengths hold the same module at their inner end, so they are matched from there.
+        partner_by_name.update(dict.fromkeys(chain))
+        partner_by_name.update(zip(reversed(chain), reversed(whole_chain), strict=False))
+    return partner_by_name
 
 
 def _by_bare(names: Iterable[str]) -> dict[str, list[str]]:

@@ -369,11 +369,13 @@ def _nested_split(parameter: Any) -> Relation | None:
         parameter.shape[p.dim] % mesh.size() for _, p in cut
     ):
         return None
-    splits: list[tuple[int, int, int]] = []  # (dim, chunks, ranks from one chunk to the next), the last cut first
+    # (dim, chunks, ranks from one chunk to the next), in the order in which the tensor was cut: axis by axis, but a
+    # strided shard after the later axes, as FSDP2 cuts the shards of tensor parallelism.
+    splits: list[tuple[int, int, int]] = []
     for axis, placement in reversed(cut):
-        # A strided shard was cut after those of the later axes: FSDP2 over tensor parallelism.
-        at = len(splits) if hasattr(placement, "split_factor") else 0
-        splits.insert(at, (placement.dim, mesh.size(axis), math.prod(mesh.shape[axis + 1 :])))
+        is_cut_last = hasattr(placement, "split_factor")
+        split = placement.dim, mesh.size(axis), math.prod(mesh.shape[axis + 1 :])
+        splits.insert(len(splits) if is_cut_last else 0, split)
     return Relation(tuple(splits))
 
 

@@ -277,12 +277,13 @@ def _run_alone(_: int, progress: Progress, settings: Settings, folder: str, name
         case = builder(settings.target, settings.arguments)(0, 1, group, None)
         noise = _ready(case, settings, run.dtype)
         modules = _chunks(case.model)
-        saved_before = Path(folder) / f"{settings.dtype}.state"  # by the run in the program's own dtype
         if not settings.keep_values:
             for i, module in enumerate(modules):
                 draw(module, settings.seed + i)
-        elif run.dtype != settings.dtype:  # the same values, as what a program draws differs by dtype
-            values = torch.load(saved_before)
+        elif run.dtype != settings.dtype:
+            # Initialisation draws other values in another dtype. The run in the program's own dtype, which is the
+            # first one, has saved its values.
+            values = torch.load(Path(folder) / f"{settings.dtype}.state")
             for module in modules:
                 _load(module, values)
         state = {key: _whole_value(x) for module in modules for key, x in module.state_dict().items()}

@@ -83,7 +83,7 @@ def _gradients(x: Tensor, weight: Tensor, grad: Tensor, options: Options) -> tup
     handle = None
     if not grad.is_contiguous():
         grad = grad.contiguous()
-    if buffers is not None:
+    if buffers is not None:  # x is a shard of the sequence
         # Order matters: the all-gather starts before the product for the input's gradient, and the reduction of that
         # gradient before the product for the weight's. Each collective runs beside a product that does not need it.
         x, gathering = all_gather_shared(x, group, buffers, name, asynchronous=True)
@@ -110,7 +110,7 @@ def _recorded_gradients(
     """Return the gradients by mappings, which autograd can record (``create_graph``) and torch.compile can trace."""
     has_bias, allreduce_dgrad, group, buffers = options
     grad_x = grad.matmul(weight)
-    if buffers is not None:
+    if buffers is not None:  # x is a shard of the sequence
         x = mappings.gather_from_sequence_parallel_region(x, group=group)
         grad_x = mappings.reduce_scatter_to_sequence_parallel_region(grad_x, group=group)
     elif allreduce_dgrad:
@@ -238,6 +238,7 @@ class LinearWithGradAccumulationAndAsyncCommunication:
         """Return ``input @ weight.t() + bias``, by our autograd function or by Megatron's."""
         is_deferred = gradient_accumulation_fusion or grad_output_buffer is not None
         if is_ours(input, weight, gtp_remat_size, output_dtype, is_deferred):
+            # Only with buffers ``_Linear`` gathers its input over the ranks.
             buffers = cls.function.buffers if sequence_parallel else None
             return _Linear.apply(input, weight, bias, allreduce_dgrad, tp_group, buffers)
         more = later_positionals(cls.later, gtp_remat_size, output_dtype)  # arguments that later releases added

@@ -137,7 +137,7 @@ def noted_positions(
         positions: of all positions, those of the padding, too ``[.., b, S + more]``.
         mask: padding mask ``[b, S]``.
         is_counted: whether the model may count positions by the mask, from 0 at the first one that is no padding.
-        is_hidden: whether the padding at the end is hidden by a mask of another kind.
+        is_hidden: whether masks of the caller, of another kind than ``mask``, hide the padding at the end.
     """
     rows, length = positions.shape[-2], positions.shape[-1] - span.padding
     out = positions[..., span.start : span.end].clone(memory_format=torch.contiguous_format)
@@ -145,7 +145,8 @@ def noted_positions(
     if mask is not None:
         whole_mask = F.pad(mask, (0, span.padding))
         columns = whole_mask[:, span.start : span.end]
-    elif documents is not None and group.size() > 1:  # else transformers looks for them in the positions of a shard
+    elif documents is not None and group.size() > 1:
+        # Without a mask transformers would look for documents in the positions of this shard.
         whole_mask = positions.new_ones(()).expand(positions.shape[-2:])
     of_rows = positions[..., :length]
     notes = BatchNotes(

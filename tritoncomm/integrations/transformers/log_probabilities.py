@@ -265,39 +265,39 @@ class _LabelLogProbs(Function):
         options: _HeadOptions,
     ) -> Any:
         wide = torch.float64 if hidden.dtype is torch.float64 else torch.float32
-        log_p, entropies, sums = (hidden.new_zeros(len(positions), dtype=wide) for _ in range(3))
+        log_p, entropies, logsumexps = (hidden.new_zeros(len(positions), dtype=wide) for _ in range(3))
         for start in range(0, len(positions), options.chunk_size):
             part = slice(start, start + options.chunk_size)
             z = _chunk(hidden, weight, bias, positions[part], options)
-            sums[part] = z.logsumexp(1)
-            log_p[part] = z.gather(1, labels[part, None])[:, 0] - sums[part]
+            logsumexps[part] = z.logsumexp(1)
+            log_p[part] = z.gather(1, labels[part, None])[:, 0] - logsumexps[part]
             if options.entropy:
-                entropies[part] = sums[part] - (z - sums[part, None]).exp_().mul_(z).sum(1)
-        # ``last_logits`` are here for their gradient, which is zeros: so the model's own head stays in the graph.
+                entropies[part] = logsumexps[part] - (z - logsumexps[part, None]).exp_().mul_(z).sum(1)
         ctx.options, ctx.shape, ctx.dtype = options, last_logits.shape, last_logits.dtype
-        ctx.save_for_backward(hidden, weight, bias, positions, labels, sums, entropies)
+        ctx.save_for_backward(hidden, weight, bias, positions, labels, logsumexps, entropies)
         zeros = hidden.new_zeros(len(hidden), dtype=wide)
         return zeros.index_put((positions,), log_p), zeros.index_put((positions,), entropies)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        hidden, weight, bias, positions, labels, sums, entropies = ctx.saved_tensors
+        hidden, weight, bias, positions, labels, logsumexps, entropies = ctx.saved_tensors
         options: _HeadOptions = ctx.options
         scale, temperature = options.scale, options.temperature
         of_log_p, of_entropy = grads[0][positions], grads[1][positions]
         grad_hidden = torch.zeros_like(hidden)
         # Chunks are added up in fp32; each has one rounding to the dtype of the head.
-        grad_weight = torch.zeros_like(weight, dtype=sums.dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=sums.dtype)
+        wide = logsumexps.dtype
+        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
         for start in range(0, len(positions), options.chunk_size):
             part = slice(start, start + options.chunk_size)
             z = _chunk(hidden, weight, bias, positions[part], options)
             # With p = softmax(z), log p(label) has the derivative onehot - p, and the entropy H has -p * (z - m), with
             # the mean m = sum(p * z) = logsumexp(z) - H.
-            p = (z - sums[part, None]).exp_()
+            p = (z - logsumexps[part, None]).exp_()
             if options.entropy:
-                dz = z - (sums - entropies)[part, None]
+                dz = z - (logsumexps - entropies)[part, None]
                 dz.mul_(of_entropy[part, None]).add_(of_log_p[part, None]).mul_(p).neg_()
             else:
                 dz = p.mul_(-of_log_p[part, None])
@@ -311,10 +311,11 @@ class _LabelLogProbs(Function):
             if grad_weight is not None:
                 grad_weight += dz.t() @ hidden[positions[part]]
             if grad_bias is not None:
-                grad_bias += dz.sum(0, dtype=sums.dtype)
+                grad_bias += dz.sum(0, dtype=wide)
             del dz  # before the next chunk is made
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(weight.dtype)
+        # The logits were passed for this gradient alone, which keeps the model's own head in the graph.
         grad_logits = hidden.new_zeros(ctx.shape, dtype=ctx.dtype)
         return grad_hidden, grad_weight, grad_bias, grad_logits, None, None, None
 

@@ -343,10 +343,10 @@ def _around(owner: nn.Module) -> Iterator[nn.Module]:
 
 
 def wrong_caller(module: nn.Module) -> str | None:
-    """Return the reason why nobody watches the loss in the forward of a module around a model, or None.
+    """Return why the loss of a module without our hooks may be wrong over shards, or None if it cannot be.
 
-    That is called for a module without hooks of ours: ``switch`` got a module inside of it, or somebody calls its
-    ``forward`` itself.
+    Such a module is around the one that ``switch`` got, or somebody calls its ``forward`` itself. It may be wrong if it
+    does arithmetic on a loss, or if it is a model that computes its loss without ``self.loss_function``.
     """
     kind = type(module)
     if kind.__module__.startswith("torch."):

@@ -95,6 +95,7 @@ class PositionCut(NamedTuple):
             raise UnsupportedError(
                 f"{self.label}: its recurrent layers need a padding mask [b, S], and the model around it makes others"
             )
+        # ``_longer`` hides the positions that are added at the end, but only in masks that are tensors.
         is_hidden = made is not None and all(isinstance(x, Tensor) for x in _leaves(made))
         placed = noted_positions(
             positions, padding, self.span, self.group, self.batch.documents, is_counted=is_counted, is_hidden=is_hidden

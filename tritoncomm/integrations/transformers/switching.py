@@ -70,7 +70,7 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
         _copy_configs(configs, model)
         if has_attention:
             _set_attention(model, name)
-        if unknown is not None and not unverified:
+        if unknown is not None and not unverified:  # after ``_set_attention``, whose errors tell more
             raise UnsupportedError(
                 f"switch: {type(model).__name__}: {unknown}, so that nobody knows whether it works over shards of the "
                 "sequence; compare its logits with those of one process under switch(model, name, unverified=True)"
@@ -82,11 +82,12 @@ def switch(model: Any, name: str, *, unverified: bool = False) -> None:
             configs.add(added.undo)
             WholeBatches.attach(outer, added)
             ours.verdicts.update(dict.fromkeys(model.modules(), ref(added)))
-    # The switch stands, and ends those before it. Undone are the last of these first; one that raises stops none.
+    # The new switch stands. End the switches before it, also those that an interrupt has left half undone, and then
+    # remove what no switch uses any more. ``undo`` runs the last entry first, and goes on if one raises.
     ended = Changes()
     ended.add(lambda: remove_unused(model.modules()))
     ended.add(lambda: losses.forget(model.modules()))
-    for owner in switches:  # also those of which an interrupt has left something
+    for owner in switches:
         ended.add(owner.undo)
     ended.undo()
 

@@ -152,8 +152,9 @@ def set_item(target: Any, index: Any, value: Any) -> None:
             if not set_by_mask(target, index, value):
                 _set_part(target, index, value)
             return
-        parsed = index, (), ()  # other indices of a replica: torch takes them on the local tensors
-    entries, labels, result = parsed
+        entries, labels, result = index, (), ()  # torch takes other indices of a replica on the local tensors
+    else:
+        entries, labels, result = parsed
     parts = tuple((labels[dim], count) for dim, count in target.partitions)
     operands = []
     if isinstance(value, Tensor) and parts:
@@ -163,7 +164,7 @@ def set_item(target: Any, index: Any, value: Any) -> None:
         operands = [Operand(value, broadcast_labels(shape_of(value), selected_shape, result))]
     elif isinstance(value, Tensor):
         operands = [Operand(value, (None,) * len(shape_of(value)))]
-    # Only the operands and their labels count here; the function is never run.
+    # ``is_legal`` looks at the operands and their labels; it does not run the function.
     if not is_legal(OperatorCall(operands, [], set_item), parts):
         _set_part(target, tuple(entries), value)
         return

@@ -40,8 +40,9 @@ def has_fused_heads() -> bool:
 def gathered_head(model: nn.Module, label: str, is_fused: bool = True) -> Iterator[None]:
     """Within: gather the weight of a head that FSDP2 shards as a unit of its own before the fused head takes it.
 
-    TRL gathers such a weight by itself, and its gradient is then a slice of this rank's, not of the sum. FSDP2 sums the
-    gradients of every unit that it finds gathered at the end of backward.
+    TRL's fused head reads the weight without calling the head. It would gather a sharded weight by itself, and FSDP2
+    would not sum the gradient over the ranks. A unit that is gathered here is one whose gradients FSDP2 sums at the
+    end of backward, if the model is a unit, too.
     """
     outer: Any = outermost(model.modules())
     weight = getattr(outer.get_output_embeddings(), "weight", None) if is_fused else None
