@@ -38,6 +38,7 @@ __all__ = [
 
 # (call of the forward, call of the backward).
 _TO_HEADS, _TO_SEQUENCE = (heads.to_heads, heads.to_sequence), (heads.to_sequence, heads.to_heads)
+_QKV_DIM = 2  # of a packed tensor [b, s, 3, heads, head_dim], where a single one has HEAD_DIM
 
 
 @contextmanager
@@ -183,15 +184,15 @@ class _FusedToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layout: HeadLayout, group: ProcessGroup, names: tuple[str, str], qkv: Tensor) -> Any:
         ctx.layout, ctx.group, ctx.names, ctx.shape = layout, group, names, qkv.shape
-        return tuple(heads.to_heads(qkv.unbind(HEAD_DIM), layout, group, names[0]))
+        return tuple(heads.to_heads(qkv.unbind(_QKV_DIM), layout, group, names[0]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         args = ctx.layout, ctx.group, (ctx.names[1], ctx.names[1])
         if any(grad.requires_grad for grad in grads):
-            return None, None, None, torch.stack(_Exchanged.apply(*_TO_SEQUENCE, *args, *grads), HEAD_DIM)
+            return None, None, None, torch.stack(_Exchanged.apply(*_TO_SEQUENCE, *args, *grads), _QKV_DIM)
         fused = grads[0].new_empty(ctx.shape)
-        heads.to_sequence(grads, *args[:2], ctx.names[1], fused.unbind(HEAD_DIM))
+        heads.to_sequence(grads, *args[:2], ctx.names[1], fused.unbind(_QKV_DIM))
         return None, None, None, fused
 
 
@@ -405,7 +406,7 @@ class UlyssesAttention(nn.Module):
             tensors = autocast(tensors)
         else:
             (packed,) = autocast([packed])
-            tensors = packed.unbind(HEAD_DIM)
+            tensors = packed.unbind(_QKV_DIM)
         sizes = None if sequence_sizes is None else normalize_sizes(sequence_sizes, name)
         query, key, value = tensors
         exchange = exchange_for(query, key, value, group, self.layout.index("s"), sizes, name)
@@ -446,11 +447,11 @@ def _checked(query: Tensor, key: Tensor | None, value: Tensor | None, name: str)
         if isinstance(x, Tensor) and (type(x) is not Tensor or x.layout is not torch.strided or x.is_nested):
             check_kind(x, name)
     if key is None and value is None and isinstance(query, Tensor):
-        if query.dim() != 5 or query.shape[HEAD_DIM] != 3:
+        if query.dim() != 5 or query.shape[_QKV_DIM] != 3:
             raise ShapeError(
                 f"{name}: without key and value, query holds all three in dim 2, not shape {list(query.shape)}"
             )
-        return query.unbind(HEAD_DIM)
+        return query.unbind(_QKV_DIM)
     for x in (query, key, value):
         if not isinstance(x, Tensor):
             raise ArgumentError(f"{name}: query, key and value must be tensors, not {type(x).__name__}")

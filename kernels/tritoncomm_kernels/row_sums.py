@@ -48,7 +48,7 @@ def _sum_rows_kernel(
     """Add up the rows of ``count`` lists, each of ``row`` units of VEC elements; an index of no row adds nothing.
 
     With HAS_BEHIND rows from ``limit`` to ``total`` are of another tensor, which starts ``behind`` units after
-    ``rows_ptr``.
+    ``rows_ptr``. ``scale`` is not read: a launch passes two pointers and a factor first.
 
     Example:
         Rows ``[[1.0, 2.0], [3.0, 4.0]]`` (``limit`` 2) by index ``[[1, 0], [-1, 1]]`` with weights

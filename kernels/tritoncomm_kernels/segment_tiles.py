@@ -360,6 +360,8 @@ def _split(records: _Records, sides: _Sides, shares: Array) -> tuple[_Records, A
     new_starts = np.sort(np.concatenate([starts, limits[limits < total]]))
     new_starts = new_starts[np.append(new_starts[1:] > new_starts[:-1], True)]
     old_record = ends.searchsorted(new_starts, "right")
+    # Records of 6 and 4 elements and the limit 5: new records start at 0, 5 and 6, with 5, 1 and 4 elements. They are
+    # in the old records 0, 0 and 1, at 0, 5 and 0; programs 0, 1 and 1 copy them.
     inside, count = new_starts - starts[old_record], np.append(new_starts[1:], total) - new_starts
     program = limits.searchsorted(new_starts, "right")  # the number of limits up to the record's start
     return _part(records.pick(old_record), sides, inside, count), program

@@ -84,7 +84,7 @@ def path_for(
     is_free = _forced.value == "auto"
     if is_free and not x.is_cuda:
         return "torch"
-    if not is_free and forced_path() == "torch":  # a call, as it checks the variable
+    if not is_free and forced_path() == "torch":  # not ``_forced.value``, as the function rejects unknown values
         return "torch"
     if type(x) not in PLAIN and has_wrapper((x,)):
         return "torch"

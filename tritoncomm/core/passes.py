@@ -159,7 +159,8 @@ class Pass:
             slots: views of the wire, one for each of ``whole_tensors``, where the caller has them.
         """
         # The profiler's range ends with this function, as the name does.
-        _range, first = profiler._is_profiler_enabled and record.profiler_range("pack"), tensors[0]
+        _range = profiler._is_profiler_enabled and record.profiler_range("pack")
+        first = tensors[0]
         if scale is not None:
             checked_scale("pack", scale, torch.float64)  # its type alone: ``put`` checks it for the wide type
         is_lazy = has_lazy(tensors)
@@ -173,6 +174,7 @@ class Pass:
             views = []
             for block in self.blocks:
                 x = tensors[block.tensor]
+                # Without an offset a view as the tensor starts is enough.
                 views.append(block.view(x) if block.offset else x.as_strided(block.size, block.stride))
             wire = torch.cat(views, self.joined[1])
             return PassResult(wire.view(-1), path, 2 * wire.nbytes)

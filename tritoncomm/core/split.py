@@ -84,7 +84,11 @@ class Split:
         """Size, strides, shards: how to read a contiguous, even wire in the order of the tensor.
 
         None if the dim does not divide, or the wire already is in that order. ``size`` and ``strides`` are a view of
-        the wire, and ``shards`` is ``[world, *shape of a shard]``.
+        the wire. With ``shards``, ``[world, *shape of a shard]``, the view has one dim more than the tensor: the ranks,
+        in front of the dim, with which the copy merges them.
+
+        Example:
+            Two ranks with shards ``[3, 4]`` of dim 1: the view ``[3, 2, 4]`` with strides ``[4, 12, 1]``.
         """
         if self.ranks is None or self.world == 1 or self.outer == 1:
             return None

@@ -120,7 +120,7 @@ def reshard_as(
     process_group = dist.group.WORLD if group is None else participants_of(group, name).group
     # ``looks`` are the values by which an equal call is recognised: it runs the earlier plan, and only its tensors are
     # checked.
-    is_asked = False  # whether another rank lacks values and asks for them
+    is_asked = False  # whether another rank lacks this plan, so that all have to compare their requests
     looks = None if out is not None else _look(name, tensors, source, target, options)
     if looks is not None and process_group is not None and (recent := _recent_plan(process_group, looks)) is not None:
         try:

@@ -89,6 +89,7 @@ def _of_values(values: Values, ranks: Sequence[int], nearest: Relation | None) -
             yield f"chunks in another order: {places}"
             return
         wrong = [rank for rank, (x, e) in zip(ranks, pairs, strict=True) if difference(x, e) > bound]
+        # Only a relation by which the ranks hold the whole tensor together can be the program's own.
         if len(wrong) < len(pairs) and relation.covered(len(parts)) == relation.blocks:
             partly.add(tuple(wrong))
     # The fewest wrong ranks are named, unless two relations have as few: either may be the right one.

@@ -84,7 +84,8 @@ class Rebinding:
 
         All names or none, where a module refuses to set a name.
         """
-        # All names that hold a replacement, but for those of modules that imported it by themselves.
+        # ``_originals`` has the original of each replacement, by the replacement's id. ``_bound`` finds all names that
+        # hold one. Names that a module had bound to a replacement by itself are not ours.
         to_undo = [
             (module, name, replacement)
             for module, name, replacement in self._bound(self._originals)

@@ -102,12 +102,11 @@ def swaps_of(options: Options, originals: Originals) -> tuple[Swaps, tuple[str, 
     """Return (original, replacement) of every replaced object, and the report's lines on the kept ones."""
     swaps: Swaps = []
     replaced: set[str] = set()
-    refused: list[str] = []
+    refused: list[str] = []  # lines on names with arguments that ours do not take
     others: list[str] = []  # lines on names that somebody has wrapped or replaced
-    # Each set of names is replaced as a whole, if ours take every call that Megatron's take. A linear function decides
-    # which collectives its autograd class runs, so an unknown argument of one may change the meaning of the other. Both
-    # or none are replaced. Mappings only hand their arguments to their classes, which are judged by their own
-    # arguments.
+    # Each set of names is replaced as a whole, or not at all. A linear function and its autograd class are one set: the
+    # function decides which collectives the class runs, so an unknown argument of one may change the meaning of the
+    # other. A mapping and its class are two: it only passes its arguments on.
     for module, names, replacements in _sets(options.cross_entropy, originals):
         both = f" ({' and '.join(names)} are replaced together or not at all)" if len(names) > 1 else ""
         try:

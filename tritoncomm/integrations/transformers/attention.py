@@ -167,7 +167,8 @@ class _Implementation(Registration):
         group = self.group
         groups = getattr(module, "num_key_value_groups", 1)
         if not is_compiling():
-            # A verdict is a weak reference to the switch that it depends on, or None where it depends on none.
+            # A verdict is a weak reference to the switch that it depends on, or None if it depends on none. A module
+            # without a verdict, or one whose switch has ended, is judged now.
             verdict = self.verdicts.get(module, _UNKNOWN)
             if verdict is not None:
                 owner = None if verdict is _UNKNOWN else verdict()
@@ -216,6 +217,8 @@ class _Implementation(Registration):
             return packed
         if self.group.size() == 1 and isinstance(mask, Tensor) and mask.dim() == 4:
             return None  # transformers found the documents in position_ids of all positions
+        # The mask that ``switch`` lets transformers make has the documents and the window. Another one lacks documents,
+        # and a window without that mask would run over their ends.
         if kwargs.get("sliding_window") is not None or (isinstance(mask, Tensor) and mask.dim() == 4):
             raise UnsupportedError(
                 f"{self.name}: {type(module).__name__} has a mask of its own, and packed documents; give its model to "
@@ -332,10 +335,12 @@ class _Implementation(Registration):
             )
         window = kwargs.get("sliding_window")
         is_ours = mask_note_of(mask) is not None
-        # A caller's 4-D mask of one row is of all rows. A padding mask, or one that was made of it, is of its own rows.
+        # A 4-D mask of the caller with one row holds for all rows. A padding mask [b, S] has a row for each row of the
+        # batch, and so has a mask that was made of one.
         can_broadcast = mask.shape[0] == 1 and mask.dim() != 2 and not is_ours
         if mask.shape[0] != query.shape[0] and not can_broadcast:
             raise ShapeError(f"{self.name}: attention mask {list(mask.shape)} for {query.shape[0]} rows")
+        # transformers puts the window into the masks that it makes; of others only 4-D ones are left here.
         if window is not None and window < positions and not (is_ours or is_compiling()):
             raise UnsupportedError(f"{self.name}: a 4-D mask of the caller has no sliding window")
 

@@ -53,6 +53,7 @@ class BatchNotes:
                 columns=_take(self.columns, rows), largest=_take(self.largest, rows), counted=None, layer_mask=None,
                 _selections={},
             )  # fmt: skip
+            # The mask and the positions of these rows carry notes, too, so ``complete`` adds them.
             mask = _take(self.layer_mask, rows)
             counted = _take(self.counted, rows)
             self._selections[rows] = notes if mask is None else notes.complete(mask, counted)
@@ -110,7 +111,7 @@ def mask_note_of(mask: Any) -> Any:
 
 
 def write_whole(shard: Tensor, *whole: Any) -> None:
-    """Write on the labels of a shard those of all positions, as they came, of which it is a part."""
+    """Write on the labels of a shard the labels of all positions as the caller passed them, for a trainer's loss."""
     setattr(shard, _WHOLE, whole)
 
 
@@ -123,6 +124,9 @@ def _rows(x: Tensor, num_rows: int, positions: int) -> tuple[int, ...] | None:
     """Return the rows that a view ``[..., rows, positions]`` has of a contiguous ``[..., num_rows, positions]``.
 
     None for a view that has no whole rows, or other rows in each of its first dims.
+
+    Example:
+        ``x[1::2]`` of 5 rows of 8 positions begins at element 8 with a stride of 16: row 1, and steps of 2 rows.
     """
     if x.dim() == 0 or x.shape[-1] != positions:
         return None

@@ -47,6 +47,7 @@ class Switch:
         self._is_sharded = registered[name].group.size() > 1
         self._is_composite = model_parts.text_config(outer.config) is not outer.config
         self._is_causal = all(getattr(module, "is_causal", True) for module in parts)
+        # How the model numbers positions by its padding mask; None if it does not.
         self._counting = model_parts.counts_unpadded(outer)
         self._takes_whole = model_parts.language_model_path(outer) is not None
         layers = recurrent_layers.recurrent_layers(outer)
@@ -177,13 +178,14 @@ class Switch:
             return None  # one rank has all positions, whoever made the batch
         if not ours.own_positions:
             ours.check_positions(model, positions)
-        if notes is None:
+        if notes is None:  # of an attention with positions of its own: layers get a mask without padding
             notes = BatchNotes().complete(torch.ones(1, 1), None)
         _check_rows(label, notes, arguments)
         if ours.group.size() > 1 and not is_compiling() and batch is None:
             # Between graphs torch.compile would trace the check, which reads source.
             check: Any = torch.compiler.disable(check_callers) if "torch._dynamo" in sys.modules else check_callers
             check(self.name, model, arguments)
+        # ``notes.counted`` has the positions of the formula "product", for a batch with padding.
         if self._counting == "other" and notes.counted is not None:
             raise UnsupportedError(f"{label} numbers positions by its padding mask; pass position_ids to shard_batch")
         forwards.enter_model(model, notes, ours.group.size() > 1)
@@ -195,7 +197,7 @@ class Switch:
             kwargs = {**kwargs, "shift_labels": kwargs["shift_labels"].contiguous()}
         if self.functions is not None and self._has_recurrent:
             kwargs = recurrent_layers.keywords(model, kwargs)
-        if self._counting == "product" and notes.counted is not None:  # those that one process makes from this mask
+        if self._counting == "product" and notes.counted is not None:
             index = names.index("position_ids") if "position_ids" in names else len(args)
             if index < len(args):
                 args = (*args[:index], notes.counted, *args[index + 1 :])

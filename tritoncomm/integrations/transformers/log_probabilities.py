@@ -273,6 +273,7 @@ class _LabelLogProbs(Function):
             log_p[part] = z.gather(1, labels[part, None])[:, 0] - logsumexps[part]
             if options.entropy:
                 entropies[part] = logsumexps[part] - (z - logsumexps[part, None]).exp_().mul_(z).sum(1)
+        # ``last_logits`` get a gradient of zeros, so that the model's own head is part of the graph.
         ctx.options, ctx.shape, ctx.dtype = options, last_logits.shape, last_logits.dtype
         ctx.save_for_backward(hidden, weight, bias, positions, labels, logsumexps, entropies)
         zeros = hidden.new_zeros(len(hidden), dtype=wide)
@@ -315,7 +316,7 @@ class _LabelLogProbs(Function):
             del dz  # before the next chunk is made
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(weight.dtype)
-        # The logits were passed for this gradient alone, which keeps the model's own head in the graph.
+        # Zeros, as the results do not depend on the logits; see ``forward``.
         grad_logits = hidden.new_zeros(ctx.shape, dtype=ctx.dtype)
         return grad_hidden, grad_weight, grad_bias, grad_logits, None, None, None
 

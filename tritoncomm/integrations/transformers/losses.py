@@ -118,11 +118,11 @@ def watch(
 
     Args:
         is_plain: whether torch.compile may trace the watch; in a graph it does not see changes in place.
-        is_running: whether a call of a module is on the stack. If not, an interrupt has left its watch there, which is
-            dropped.
+        is_running: whether a call of a module is on the stack. If not, an interrupt has left its watch.
     """
     for model in models:
         current = function = vars(model).get(_attribute(model))
+        # Take off the watches of this owner, and those that an interrupt has left.
         while isinstance(function, _WatchedLoss) and (function.owner is owner or not is_running(function.owner)):
             function = function.before
         if function is not current:

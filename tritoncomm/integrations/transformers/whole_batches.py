@@ -106,8 +106,8 @@ class WholeBatches(Followers):
 
     def _cut(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Give the language model this rank's positions."""
-        batch, group = forwards.whole_batch(), self._group(model)  # None with one rank, and where nothing is sharded
-        # One rank: tensors that the model ignores are None, as over shards.
+        batch, group = forwards.whole_batch(), self._group(model)  # group: None with one rank, and without shards
+        # ``PositionCut.of`` sets tensors that the model ignores to None. With one rank the model gets None, too.
         if group is None and self.switch.name in registered and registered[self.switch.name].group.size() == 1:
             return args, {**kwargs, **dict.fromkeys(unread_tensors(model, kwargs))}
         if batch is None or group is None or batch.language_model() is not model:

@@ -327,10 +327,11 @@ def local_operand(each: Operand, parts: Parts, pg: ProcessGroup) -> Tensor:
     if target:
         return redistribute(local, Transition(shape, current, target), group)
     if current:
-        if parts and len(current) == 1:
+        if parts and len(current) == 1:  # backward: reduce-scatter
             ((dim, count),) = current
             return mappings.all_gather_dim(local, dim, group, sizes=uneven_sizes(shape[dim], count))
         local = redistribute(local, Transition(shape, current), group)
+    # A replica beside shards. Backward: all-reduce.
     return copy_to(local, group, each.is_factor) if parts and wants_grad(local) else local
 
 

@@ -113,7 +113,7 @@ class WholeOutputs(Followers):
             return None  # a shard, of somebody who has called shard_batch
         if args or kwargs.get("labels") is None:
             raise ArgumentError(f"{label}: a call of the fused head needs keywords, among them labels")
-        # A tensor that shard_batch does not know may be one of all positions, and is refused.
+        # All tensors: ``shard_batch`` refuses those that it does not know, as they may have all positions.
         batch = {name: x for name, x in kwargs.items() if isinstance(x, Tensor) or name == "num_items_in_batch"}
         if not is_text(batch) and model_parts.language_model_path(outermost(model.modules())) is not None:
             names = ", ".join(batch.keys() - text_of(batch).keys())
