@@ -88,6 +88,12 @@ def test_differences_are_named() -> None:
     assert texts[1:] == ("gone: only at the base", "new: only here")
 
 
+def test_a_record_of_ranks_that_lost_each_other_is_rejected() -> None:
+    lost = {"gather over 3": {"rank 1 torch": {"error": ["PeerError", "the all-gather failed on rank 1"]}}}
+    with pytest.raises(RuntimeError, match="gather over 3, rank 1 torch: ranks lost each other"):
+        effects._check_in_step({"split over 3": {"rank 0 torch": {"error": ["ShapeError", "6 rows"]}}, **lost})
+
+
 def test_the_command_compares_two_trees(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -358,18 +358,18 @@ def _resharding(group: ProcessGroup, source: Layout, target: Layout, how: str) -
         has_grad = dtype is torch.float32 and how not in ("no grad", "out", "text")
         if has_grad:
             leaves = [x.detach().requires_grad_() for x in leaves]
-        given = dict(zip(xs, leaves, strict=True))
-        if shape is None:
-            given = {}
+        # Layouts by name, as a rank without a part of the source passes no tensors, and has to know their names.
+        given = {} if shape is None else dict(zip(xs, leaves, strict=True))
+        sources = dict.fromkeys(xs, source)
 
         def call() -> Any:
             if how == "text":
-                return str(reshard_plan(given, source, target, group=group))
+                return str(reshard_plan(given, sources, target, group=group))
             if how == "out":
                 out_shape = target.local_shape(rank)
                 outs = {name: torch.zeros(out_shape or (0,)) for name in xs}
-                return reshard(given, source, target, group=group, out=outs, **options)
-            found = reshard(given, source, target, group=group, **options)
+                return reshard(given, sources, target, group=group, out=outs, **options)
+            found = reshard(given, sources, target, group=group, **options)
             if not has_grad:
                 return found
             results = [x for x in found.values() if x.requires_grad]
